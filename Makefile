@@ -1,0 +1,39 @@
+# Every target makes .venv first, so a fresh clone needs nothing but Python ≥ 3.11.
+PYTHON ?= python3
+# e.g. PIP_FLAGS='--index-url …' where the default index has no CPU build of torch
+PIP_FLAGS ?=
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help run test check bench docs slow clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[cli,dev]'
+	@touch $@
+
+run: $(READY)  ## the first minute: digits as five tasks, fine-tuning against AGS-CL
+	$(BIN)/agscl run
+
+check: $(READY)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check  ## check, then every quick test
+	$(BIN)/pytest -m 'not slow' -n 2
+
+slow: $(READY)  ## the tests that take minutes
+	$(BIN)/pytest -m slow
+
+bench: $(READY)  ## what the method adds to a training step
+	$(BIN)/python benchmarks/overhead.py
+
+docs: $(READY)  ## the figures in docs/, made by the code
+	$(BIN)/python docs/make_figures.py
+
+clean:  ## remove the environment and caches, never runs/
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

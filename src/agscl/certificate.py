@@ -1,0 +1,265 @@
+"""`Certificate`: what a method froze during a task, as a statement that anyone can check again later.
+
+The proof is portable: digests of the frozen groups and of the old heads, and the pattern of weights that must be
+exactly zero. Checking it needs the tensors of a `state_dict`, no model code. Two kinds:
+
+    held         these nodes did not move during this task (they may in a later one)
+    guaranteed   these nodes can never move again (λ = ∞)
+
+Outputs of the old heads on a probe batch are a second witness. The same weights give other bits on another device,
+with other threads or another batch shape; the certificate says which were used, and compares bits only there.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["NEVER", "Certificate", "Finding", "Layout", "Probe", "Verdict", "digest", "group_digests", "verify"]
+
+FORMAT = "agscl-certificate-1"
+NEVER = 2**31 - 1  # the "first important task" of a node that is still free
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """(rows, bytes) of a tensor, as numpy."""
+    flat = tensor.detach().cpu().contiguous()
+    return flat.reshape(len(flat) if flat.dim() else 1, -1).view(torch.uint8).numpy()
+
+
+def digest(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
+    """One digest over the bits of the named tensors."""
+    total = blake2b(digest_size=16)
+    for name in names:
+        total.update(_bytes(tensors[name]).tobytes())
+    return total.hexdigest()
+
+
+def group_digests(tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], size: int) -> list[str]:
+    """A digest per group over the bits of all its rows; `rows[name][r]` is the group of row r of that tensor."""
+    totals = [blake2b(digest_size=16) for _ in range(size)]
+    for name, groups in rows.items():
+        for group, row in zip(groups, _bytes(tensors[name]), strict=True):
+            if group >= 0:
+                totals[group].update(row.tobytes())
+    return [total.hexdigest() for total in totals]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model's groups lie in its state_dict."""
+
+    size: int
+    parameters: dict[str, list[int]]  # tensor -> group of each row
+    statistics: dict[str, list[int]]  # BatchNorm statistics -> group of each channel
+    readers: dict[str, list[list[int]]]  # weight of a node layer -> (rows or 1, columns) group that each weight reads
+
+    @property
+    def rows(self) -> dict[str, list[int]]:
+        return {**self.parameters, **self.statistics}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Outputs of the heads on a batch of inputs, and all that their bits depend on."""
+
+    shape: list[int]
+    seed: int | None  # None: a batch given by the user, known by its digest only
+    digest: str
+    environment: dict[str, str | int]
+    outputs: dict[str, dict[str, Any]]
+
+    @staticmethod
+    def environment_of(tensor: Tensor) -> dict[str, str | int]:
+        device = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else tensor.device.type
+        return {
+            "device": device,
+            "dtype": str(tensor.dtype),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    @staticmethod
+    def draw(shape: Sequence[int], seed: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    @classmethod
+    def of(cls, batch: Tensor, outputs: Mapping[str, Tensor], seed: int | None) -> Probe:
+        stored = {
+            task: {
+                "shape": list(output.shape),
+                "data": base64.b64encode(output.detach().float().cpu().contiguous().numpy().tobytes()).decode(),
+            }
+            for task, output in outputs.items()
+        }
+        return cls(list(batch.shape), seed, digest({"x": batch}, ["x"]), cls.environment_of(batch), stored)
+
+    def compare(self, batch: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+        """Largest difference per task between the stored outputs and these; 0.0 means equal bits."""
+        if digest({"x": batch}, ["x"]) != self.digest:
+            raise ValueError("This is not the batch that the certificate's outputs were computed on.")
+        differences = {}
+        for task, stored in self.outputs.items():
+            if task not in outputs:
+                raise ValueError(f"The certificate holds outputs of task {task!r}; none were given to compare.")
+            old = np.frombuffer(base64.b64decode(stored["data"]), dtype=np.float32).reshape(stored["shape"])
+            new = outputs[task].detach().float().cpu().numpy()
+            differences[task] = float(np.abs(old - new).max()) if old.tobytes() != new.tobytes() else 0.0
+        return differences
+
+    def same_environment(self, batch: Tensor) -> bool:
+        return self.environment == self.environment_of(batch) and self.shape == list(batch.shape)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check of one certificate against a set of tensors found."""
+
+    moved: list[int]  # important groups whose bits are no longer the certified ones
+    nonzero: dict[str, int]  # weights that should be exactly zero and are not, per tensor
+    heads: list[str]  # tasks whose head is no longer the certified one
+
+    @property
+    def ok(self) -> bool:
+        return not (self.moved or self.nonzero or self.heads)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What held at the end of one task. Made by `method.certificate()`; see the module's text."""
+
+    method: str
+    task: str
+    index: int  # number of the task, from 0
+    kind: str  # "held" or "guaranteed"
+    zero_rule: str  # "paper", "while_free" or "off"
+    layout: Layout
+    first: list[int]  # per group, the first task it was important in; NEVER while free
+    digests: list[str | None]  # per group, None while free
+    held: list[int]  # groups important before this task whose bits it left alone
+    moved: list[int]  # groups important before this task whose bits it changed
+    heads: dict[str, str]  # task -> digest of its head
+    head_tensors: dict[str, list[str]]  # task -> names of its head's tensors
+    notes: list[str] = field(default_factory=list)  # what this certificate does not cover
+    probe: Probe | None = None
+
+    @property
+    def important(self) -> list[int]:
+        return [group for group, task in enumerate(self.first) if task != NEVER]
+
+    def zeros(self) -> int:
+        """How many weights must be exactly zero (a filter's k×k entries counted as one)."""
+        return sum(int(self._zero_pattern(name).sum()) for name in self.layout.readers)
+
+    def _zero_pattern(self, name: str) -> Any:
+        """(rows, columns) of a reader's weight: True where it must be exactly 0."""
+        first = np.array([*self.first, -1])  # -1: reads no node
+        rows = first[np.array(self.layout.parameters[name])][:, None]
+        sources = first[np.array(self.layout.readers[name])]
+        if self.zero_rule == "off":
+            return np.zeros(np.broadcast_shapes(rows.shape, sources.shape), dtype=bool)
+        if self.zero_rule == "while_free":
+            sources = np.where(sources == NEVER, NEVER, -1)
+        return sources > rows
+
+    def check(self, tensors: Mapping[str, Tensor]) -> Finding:
+        """Compare the certificate with the tensors of a `state_dict`, bit for bit."""
+        needed = [*self.layout.rows, *(name for names in self.head_tensors.values() for name in names)]
+        missing = [name for name in needed if name not in tensors]
+        if missing:
+            raise ValueError(f"These tensors of the certificate are not in the weights given: {', '.join(missing[:5])}.")
+        now = group_digests(tensors, self.layout.rows, self.layout.size)
+        nonzero = {}
+        for name in self.layout.readers:
+            pattern = self._zero_pattern(name)
+            weight = tensors[name].detach().float().cpu().numpy().reshape(*pattern.shape, -1)
+            if count := int(((weight != 0).any(2) & pattern).sum()):
+                nonzero[name] = count
+        heads = [task for task, names in self.head_tensors.items() if digest(tensors, names) != self.heads[task]]
+        return Finding([g for g in self.important if now[g] != self.digests[g]], nonzero, heads)
+
+    def __str__(self) -> str:
+        before = len(self.held) + len(self.moved)
+        nodes = f"{len(self.held)} of {before} important nodes kept every bit" if before else "no node was important before"
+        zeros = f"{self.zeros()} weights into important nodes are exactly 0"
+        kind = "guaranteed for good" if self.kind == "guaranteed" else "held during this task"
+        return f"after task {self.task!r}: {nodes} ({kind}), {zeros}, {len(self.heads) - 1} earlier heads unmoved"
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"format": FORMAT, **asdict(self)}))
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Certificate:
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not a certificate: it is not JSON ({error}).") from None
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is not a certificate of the format {FORMAT}.")
+        probe = data.pop("probe")
+        try:
+            return cls(layout=Layout(**data.pop("layout")), probe=Probe(**probe) if probe else None, **data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a whole certificate: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a chain of certificates holds, and what was found, a line each."""
+
+    ok: bool
+    lines: list[str]
+
+
+def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -> Verdict:
+    """Check a run's certificates, one per task in order, against each other and against its final weights."""
+    if not certificates:
+        return Verdict(False, ["There is no certificate to check."])
+    lines: list[str] = []
+    failed: list[str] = []
+    last = certificates[-1]
+    finding = last.check(tensors)
+    if finding.moved:
+        failed.append(f"{len(finding.moved)} important nodes are not what the last certificate says: {finding.moved[:10]}")
+    for name, count in finding.nonzero.items():
+        failed.append(f"{count} weights of {name} from a later node into an earlier one are not exactly 0")
+    for task in finding.heads:
+        failed.append(f"the head of task {task!r} is not the certified one")
+    for number, certificate in enumerate(certificates):
+        if certificate.layout != last.layout:
+            failed.append(f"the certificate of task {certificate.task!r} is of another network")
+            continue
+        drifted: dict[str, int] = {}
+        for later, before in zip(certificates[number + 1 :], certificates[number:], strict=False):
+            for group in certificate.important:
+                if later.first[group] != certificate.first[group]:
+                    failed.append(f"node {group} is no longer said to be important since task {certificate.first[group]}")
+                elif later.digests[group] != before.digests[group]:
+                    drifted[later.task] = drifted.get(later.task, 0) + 1
+        for task, head in certificate.heads.items():
+            if last.heads.get(task) != head:
+                failed.append(f"the head of task {task!r} moved after task {certificate.task!r}")
+        words = ", ".join(f"{count} moved in task {task!r}" for task, count in drifted.items())
+        if drifted and certificate.kind == "guaranteed":
+            failed.append(f"nodes guaranteed after task {certificate.task!r} moved: {words}")
+        lines.append(
+            f"{certificate.task}: {len(certificate.important)} important nodes ({certificate.kind}), "
+            + (words or ("all as they were" if number + 1 < len(certificates) else "the last task"))
+        )
+    lines += [f"FAILED: {line}" for line in failed]
+    return Verdict(not failed, lines)

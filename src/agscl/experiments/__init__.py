@@ -1,0 +1,1 @@
+"""Experiments: presets, and running them."""

@@ -1,0 +1,157 @@
+"""`MultiHead`: any trunk with one head per task; and where the heads of a model are, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["HeadPlace", "Heads", "MultiHead"]
+
+Outputs = int | nn.Module | Mapping[str, int | nn.Module]
+HeadPlace = str | Callable[[nn.Module, str], nn.Module]
+
+
+class MultiHead(nn.Module):
+    """A trunk and, for each task, a head of its own that reads the trunk's features.
+
+    >>> model = MultiHead(trunk)
+    >>> model.add_head("birds", 20)                       # a linear layer with 20 outputs
+    >>> model.add_head("pong", {"actor": 6, "critic": 1})  # model(x, "pong") then returns a dict
+    >>> logits = model(x, "birds")
+
+    The number of features is found from the trunk: a linear head added before the trunk ever ran takes
+    its shape at the first forward pass.
+    """
+
+    def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.heads = nn.ModuleDict()
+        self.features = features
+
+    def add_head(self, task: str, outputs: Outputs) -> nn.Module:
+        """Add the head of a new task: a number of outputs, a module, or a dict of either."""
+        if not isinstance(task, str) or not task or "." in task:
+            raise ValueError(f"A task's name is a non-empty string without dots; {task!r} is not.")
+        if task in self.heads:
+            raise ValueError(f"Task {task!r} has a head already. Tasks with a head: {', '.join(self.heads)}.")
+        if isinstance(outputs, Mapping):
+            if not outputs:
+                raise ValueError(f"The head of task {task!r} has no outputs: the dict is empty.")
+            head: nn.Module = nn.ModuleDict({name: self._layer(task, part) for name, part in outputs.items()})
+        else:
+            head = self._layer(task, outputs)
+        try:
+            self.heads[task] = head
+        except KeyError as error:
+            raise ValueError(f"{task!r} cannot be a task's name: {error.args[0]}.") from None
+        return head
+
+    def _layer(self, task: str, outputs: int | nn.Module) -> nn.Module:
+        if isinstance(outputs, nn.Module):
+            return outputs
+        if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 1:
+            raise ValueError(f"The head of task {task!r} needs a positive number of outputs, not {outputs!r}.")
+        place = next(self.trunk.parameters(), torch.empty(0))
+        kind = {"device": place.device, "dtype": place.dtype}
+        if self.features is None:
+            return nn.LazyLinear(outputs, **kind)
+        return nn.Linear(self.features, outputs, **kind)
+
+    def forward(self, x: Any, task: str) -> Any:
+        try:
+            head = self.heads[task]
+        except KeyError:
+            known = ", ".join(self.heads) or "none yet"
+            raise KeyError(f"Task {task!r} has no head: call add_head first. Tasks with a head: {known}.") from None
+        features = self.trunk(x)
+        if isinstance(head, nn.ModuleDict):
+            return {name: self._read(part, features) for name, part in head.items()}
+        return self._read(head, features)
+
+    def _read(self, head: nn.Module, features: Tensor) -> Any:
+        if isinstance(head, nn.Linear):
+            features = features.flatten(1)
+            self.features = features.shape[1]
+        return head(features)
+
+
+class Heads:
+    """Where the heads of a model are, and which of them belongs to which task.
+
+    `place` is None for a `MultiHead`; otherwise the name of an `nn.ModuleList` (one head per task, in the order
+    in which tasks begin), of an `nn.ModuleDict` (by task name), of a single module that all tasks share, or a
+    function `(model, task) -> module`.
+    """
+
+    def __init__(self, model: nn.Module, place: HeadPlace | None = None) -> None:
+        self.model, self.place = model, place
+        self._container: nn.Module | None = None
+        if place is None:
+            if not isinstance(model, MultiHead):
+                raise ValueError(
+                    f"{type(model).__name__} is not a MultiHead, so its heads are not known. Wrap its trunk "
+                    "(MultiHead(trunk)), or say where they are: heads='name.of.module.list', the name of the output "
+                    "layer that all tasks share, or a function (model, task) -> module."
+                )
+            self._container, self.prefix = model.heads, "heads"
+        elif isinstance(place, str):
+            try:
+                self._container, self.prefix = model.get_submodule(place), place
+            except AttributeError:
+                raise ValueError(
+                    f"heads={place!r}: {type(model).__name__} has no such module. "
+                    f"It has: {', '.join(name for name, _ in model.named_children())}."
+                ) from None
+        elif not callable(place):
+            raise ValueError(f"heads is the name of a module or a function (model, task) -> module, not {place!r}.")
+
+    @property
+    def shared(self) -> bool:
+        """Whether all tasks share one head (which no task can then protect)."""
+        return self._container is not None and not isinstance(self._container, nn.ModuleList | nn.ModuleDict)
+
+    def of(self, task: str, tasks: list[str]) -> nn.Module:
+        """The head of `task`, one of `tasks` (in the order in which they began)."""
+        container = self._container
+        if container is None:
+            head = self.place(self.model, task)  # type: ignore[operator,misc]
+            if not isinstance(head, nn.Module):
+                raise ValueError(f"heads(model, {task!r}) returned {type(head).__name__}, not a module.")
+            return head
+        if isinstance(container, nn.ModuleDict):
+            if task not in container:
+                known = ", ".join(container) or "none"
+                raise ValueError(
+                    f"Task {task!r} has no head: call model.add_head({task!r}, outputs) before begin_task. Heads: {known}."
+                )
+            return container[task]
+        if isinstance(container, nn.ModuleList):
+            position = tasks.index(task)
+            if position >= len(container):
+                raise ValueError(
+                    f"Task {task!r} is number {position + 1}, but {self.prefix!r} holds {len(container)} heads."
+                )
+            return container[position]
+        return container
+
+    def parameters(self, tasks: list[str]) -> dict[str, nn.Parameter]:
+        """Parameters of all heads, also of tasks that have not begun, by their name in the model."""
+        if self._container is not None:
+            return {f"{self.prefix}.{name}": p for name, p in self._container.named_parameters()}
+        mine = {id(p) for task in tasks for p in self.of(task, tasks).parameters()}
+        return {name: p for name, p in self.model.named_parameters() if id(p) in mine}
+
+    def others(self, task: str, tasks: list[str]) -> Iterator[nn.Parameter]:
+        """Parameters of the heads of every other task."""
+        mine = {id(p) for p in self.of(task, tasks).parameters()}
+        return (p for p in self.parameters(tasks).values() if id(p) not in mine)
+
+    def names(self, task: str, tasks: list[str]) -> list[str]:
+        """Names, in the model's state_dict, of the tensors of the head of `task`."""
+        head = self.of(task, tasks)
+        prefix = next(name for name, module in self.model.named_modules() if module is head)
+        return [f"{prefix}.{name}" for name in head.state_dict()]

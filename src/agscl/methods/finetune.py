@@ -1,0 +1,11 @@
+"""Fine-tuning: learn each task with nothing done against forgetting. Every comparison starts here."""
+
+from __future__ import annotations
+
+from agscl.methods.base import Method
+
+__all__ = ["FineTune"]
+
+
+class FineTune(Method):
+    """Plain training of a multi-head model, task after task. The heads of other tasks stay untouched."""

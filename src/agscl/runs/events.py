@@ -1,0 +1,46 @@
+"""The event log: one JSON object per line, only ever appended to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agscl.runs.files import as_json
+
+
+class EventLog:
+    """Appends events to a file that may be cut back to an earlier length when a run is resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "ab")  # noqa: SIM115 - open for the life of the run
+
+    def append(self, event: dict[str, Any]) -> None:
+        self._file.write(as_json(event, indent=None))
+        self._file.flush()
+
+    def length(self) -> int:
+        """Bytes so far, all of them safely on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def cut(self, length: int) -> None:
+        """Drop what was logged after `length`: a resumed run logs it again."""
+        self._file.truncate(min(length, self.path.stat().st_size))
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a log; a last line cut short by a dead process is left out."""
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield json.loads(line)

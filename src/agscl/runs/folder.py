@@ -1,0 +1,149 @@
+"""The folder of one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from agscl.runs.checkpoints import Checkpoints
+from agscl.runs.events import EventLog
+from agscl.runs.files import as_json, flush_folder, write_atomically
+
+
+class RunError(Exception):
+    """A run cannot go on; the message says what happened and what to do."""
+
+
+class DifferentConfig(RunError):
+    """The folder holds a run of another configuration."""
+
+
+class Run:
+    """`folder`, held by this process alone until the `with` block ends.
+
+    config.json     everything that determines the result
+    events.jsonl    what happened, epoch by epoch
+    checkpoints/    the newest two
+    certificates/   one per task
+    result.json     written last: its presence means the run is finished
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self._lock: IO[bytes] | None = None
+        self._events: EventLog | None = None
+
+    def __enter__(self) -> Run:
+        with self.writing():
+            (self.folder / "certificates").mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "ab")
+            try:
+                _take(self._lock)
+            except OSError as error:
+                self._lock.close()
+                raise RunError(f"another process is writing {self.folder}; wait for it, or stop it") from error
+            self._events = EventLog(self.folder / "events.jsonl")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._events is not None:
+            self._events.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def events(self) -> EventLog:
+        assert self._events is not None, "the run is not open"
+        return self._events
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a failing write (full disk, no permission) into a message that says what is still there."""
+        try:
+            yield
+        except OSError as error:
+            numbers = self.checkpoints.numbers()
+            kept = (
+                f"Checkpoint {numbers[-1]} is intact: the same command continues from it once this is mended."
+                if numbers
+                else "Nothing had been stored yet."
+            )
+            raise RunError(f"could not write to {self.folder}: {error.strerror or error}. {kept}") from error
+
+    def claim(self, config: dict[str, Any]) -> None:
+        """Store `config`, or make sure that it is the one already stored."""
+        path = self.folder / "config.json"
+        if not path.exists():
+            with self.writing():
+                write_atomically(path, as_json(config))
+            return
+        stored = read_json(path)
+        changed = sorted(differences(stored, json.loads(as_json(config))))
+        if changed:
+            raise DifferentConfig(
+                f"{self.folder} holds a run of another configuration ({'; '.join(changed)}). "
+                "Give this one a --name of its own."
+            )
+
+    def store(self, name: str, content: dict[str, Any]) -> None:
+        """Write one of the run's JSON files."""
+        with self.writing():
+            write_atomically(self.folder / name, as_json(content))
+
+    def log(self, event: dict[str, Any]) -> None:
+        with self.writing():
+            self.events.append(event)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint that also knows how long the event log is."""
+        with self.writing():
+            self.checkpoints.save({"events": self.events.length(), **state})
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest whole checkpoint; the event log is cut back to where it stood then."""
+        state = self.checkpoints.load()
+        with self.writing():
+            self.events.cut(state["events"] if state else 0)
+            flush_folder(self.folder)
+        return state
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / "result.json").is_file()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return content
+
+
+def differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
+    """One phrase for every value in which two configurations differ."""
+    if isinstance(stored, dict) and isinstance(given, dict):
+        for key in {*stored, *given}:
+            yield from differences(stored.get(key), given.get(key), f"{name}.{key}" if name else key)
+    elif stored != given:
+        yield f"{name} is {json.dumps(stored)} there, {json.dumps(given)} here"
+
+
+def _take(lock: IO[bytes]) -> None:
+    """Lock the file without waiting; the system lets go of it when this process ends, however it ends."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,286 @@
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from agscl.cli import main
+from agscl.experiments.execute import comparable
+from agscl.runs import Checkpoints
+from agscl.runs.events import read_events
+
+QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quick", "--checkpoint-every", "0.02"]
+
+
+def start(folder: Path, *arguments: str, **options) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agscl.cli", *(arguments or QUICK)]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "runs" / "quick" / "result.json").read_text())
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A quick run that was never stopped, and how long it trained."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    process = start(folder)
+    wait_for(folder / "runs" / "quick" / "environment.json", process)
+    began = time.monotonic()
+    code, output = finish(process)
+    assert code == 0, output
+    return folder, time.monotonic() - began
+
+
+def events_without_time(folder: Path) -> list[dict]:
+    events = read_events(folder / "runs" / "quick" / "events.jsonl")
+    return [{key: value for key, value in event.items() if key != "time"} for event in events]
+
+
+def kill_and_resume(folder: Path, uninterrupted, delays: list[float]) -> None:
+    """Kill a run after each delay, counted from its first sign of life; then let it end and compare."""
+    expected, _ = uninterrupted
+    for delay in delays:
+        process = start(folder)
+        wait_for(folder / "runs" / "quick" / "environment.json", process)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        finish(process)
+    code, output = finish(start(folder))
+    assert code == 0, output
+    assert comparable(result(folder)) == comparable(result(expected))
+    assert events_without_time(folder) == events_without_time(expected)
+
+
+def test_killed_at_random_moments_and_resumed_it_ends_with_the_same_bits(tmp_path, uninterrupted):
+    length = uninterrupted[1]
+    kill_and_resume(tmp_path, uninterrupted, [random.uniform(0.1, 0.7) * length for _ in range(3)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("point", range(20))
+def test_killed_at_any_of_twenty_random_moments_it_ends_with_the_same_bits(tmp_path, uninterrupted, point):
+    length = uninterrupted[1]
+    kill_and_resume(tmp_path, uninterrupted, [random.uniform(0, 1) * length])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path, uninterrupted, number):
+    process = start(tmp_path, *QUICK[:-1], "1000")
+    wait_for(tmp_path / "runs" / "quick" / "events.jsonl", process)
+    while not list(read_events(tmp_path / "runs" / "quick" / "events.jsonl")):
+        time.sleep(0.001)
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "agscl run --resume quick" in output
+    assert "Traceback" not in output
+    assert Checkpoints(tmp_path / "runs" / "quick" / "checkpoints").load() is not None
+
+    code, output = finish(start(tmp_path, "run", "--resume"))
+    assert code == 0, output
+    assert "Continuing" in output
+    assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+
+
+def test_a_full_disk_is_one_clear_line_and_the_same_command_continues_later(tmp_path, uninterrupted):
+    # A limit on the size of a file makes the system itself refuse the write, as a full disk does.
+    limit = max(path.stat().st_size for path in (uninterrupted[0] / "runs/quick/checkpoints").iterdir()) // 2
+    process = start(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    code, output = finish(process)
+    assert code == 1, output
+    assert "agscl: could not write to runs/quick" in output
+    assert "Traceback" not in output
+
+    code, output = finish(start(tmp_path))
+    assert code == 0, output
+    assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+
+
+@pytest.fixture
+def finished(uninterrupted, monkeypatch):
+    monkeypatch.chdir(uninterrupted[0])
+    return uninterrupted[0] / "runs" / "quick"
+
+
+def test_the_same_command_on_a_finished_run_says_so_and_trains_nothing(finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix}
+    assert main(QUICK) == 0
+    assert "runs/quick is finished; nothing to do" in capsys.readouterr().out
+    assert main(["run", "--resume", "quick"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix} == {
+        **before,
+        finished / "events.jsonl": (finished / "events.jsonl").stat().st_mtime_ns,
+    }
+
+
+def test_the_summary_shows_both_matrices_the_measures_and_where_the_run_is(finished, capsys):
+    main(QUICK)
+    shown = capsys.readouterr().out
+    for words in (
+        "fine-tuning: accuracy on each task",
+        "AGS-CL: accuracy on each task",
+        "average accuracy",
+        "plasticity",
+        "stability",
+        "free (sparsity)",
+        "used capacity",
+        "EWC",
+        "certificate",
+        "stored in    runs/quick/",
+    ):
+        assert words in shown
+    tables = [line for line in shown.splitlines() if not line.startswith("certificate")]
+    assert max(map(len, tables)) <= 80
+
+
+def test_a_run_holds_its_config_log_checkpoints_certificates_and_result(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert {"config.json", "events.jsonl", "checkpoints", "certificates", "result.json"} <= names
+    assert len(list((finished / "certificates").iterdir())) == 5
+    assert not list(finished.rglob("*.pkl")) + list(finished.rglob("*.pt"))
+    ended = [event for event in read_events(finished / "events.jsonl") if event["event"] == "task ended"]
+    assert [event["method"] for event in ended] == ["finetune"] * 5 + ["agscl"] * 5
+
+
+def test_a_run_of_another_configuration_needs_a_name_of_its_own(finished, capsys):
+    assert main([*QUICK, "--lr", "0.5"]) == 2
+    message = capsys.readouterr().err
+    assert "training.lr is" in message
+    assert "--name" in message
+
+
+def test_verify_passes_on_an_untouched_run_and_fails_when_a_guaranteed_weight_moved(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*QUICK, "--lam", "inf", "--lr", "0.01", "--mu", "20"]) == 0
+    assert main(["verify", "quick"]) == 0
+    checkpoints = Checkpoints(Path("runs/quick/checkpoints"))
+    state = checkpoints.load()
+    state["trainer"]["model"]["heads." + result(tmp_path)["tasks"][0] + ".bias"] += 1
+    checkpoints.save(state)
+    capsys.readouterr()
+    assert main(["verify", "quick"]) == 1
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "nosuch"], "no preset is called 'nosuch'. There are: digits"),
+        (["run", "--epochs", "0"], "epochs must be at least 1"),
+        (["run", "--seed", "-1"], "a seed is 0 or more"),
+        (["run", "--name", "../elsewhere"], "plain folder name"),
+        (["run", "--method", "finetune", "--mu", "3"], "--mu is a setting of agscl"),
+        (["run", "--device", "abacus"], "device 'abacus' is not to be had"),
+        (["run", "--resume", "nosuch"], "no run is called 'nosuch'"),
+        (["run", "--resume"], "no unfinished run"),
+        (["run", "omniglot5"], "AGSCL_DATA"),
+        (["verify", "nosuch"], "no run is called 'nosuch'"),
+        (["inspect", "nocolon"], "expected module:function"),
+        (["inspect", "nosuchmodule:make"], "no module is called 'nosuchmodule'"),
+        (["inspect", "json:nosuch"], "json has no 'nosuch'"),
+        (["inspect", "json:__name__"], "not a function"),
+        (["inspect", "test_cli:raises"], "failed: ImportError: no flux capacitor"),
+        (["inspect", "test_cli:number"], "returned int; expected a model"),
+        (["inspect", "test_cli:convolution"], "--input-shape"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.delenv("AGSCL_DATA", raising=False)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("agscl: ")
+    assert words in captured.err
+    assert "Traceback" not in captured.err + captured.out
+
+
+@pytest.mark.parametrize("arguments", [["nosuch"], ["run", "--nosuch"], ["run", "--epochs", "many"], []])
+def test_arguments_that_cannot_be_read_exit_with_2(arguments):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["verify"], ["inspect"]])
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    assert "usage: agscl" in capsys.readouterr().out
+
+
+def test_without_the_cli_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["run"]) == 2
+    assert "pip install 'agscl[cli]'" in capsys.readouterr().err
+
+
+def test_the_bare_library_imports_nothing_but_torch_and_numpy():
+    code = (
+        "import sys\n"
+        "for name in ('tyro', 'rich', 'safetensors', 'sklearn', 'scipy', 'pyarrow', 'PIL'): sys.modules[name] = None\n"
+        "import agscl, agscl.cli\n"
+        "sys.exit(agscl.cli.main(['run']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("agscl: the command needs")
+
+
+def raises() -> nn.Module:
+    raise ImportError("no flux capacitor")
+
+
+def number() -> int:
+    return 3
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten())
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU())
+
+
+def with_example() -> tuple[nn.Module, torch.Tensor]:
+    return convolution(), torch.zeros(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nodes"),
+    [
+        (["test_cli:mlp"], 9),
+        (["test_cli:with_example"], 4),
+        (["test_cli:convolution", "--input-shape", "3", "8", "8"], 4),
+    ],
+)
+def test_inspect_prints_the_nodes_and_what_each_method_would_store(arguments, nodes, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert main(["inspect", *arguments]) == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.startswith("AGS-CL"))
+    assert str(nodes) in row.split()
+    assert "RWALK" in shown

@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agscl.analysis import metrics
+from agscl.analysis.memory import at_most, node_wise, weight_wise
+
+FORGETS = [[0.9], [0.6, 0.8], [0.3, 0.4, 1.0]]
+
+
+def test_average_accuracy_is_the_mean_of_the_last_row():
+    assert metrics.average_accuracy(FORGETS) == pytest.approx((0.3 + 0.4 + 1.0) / 3)
+
+
+def test_stability_compares_the_end_with_the_best_each_task_ever_had():
+    improves_later = [[0.5], [0.8, 0.5], [0.4, 0.5, 0.7]]
+    assert metrics.stability(improves_later) == pytest.approx((0.4 / 0.8 + 1 + 1) / 3)
+
+
+def test_plasticity_compares_what_was_just_learned_with_the_reference():
+    reference = [[1.0], [0.0, 0.5], [0.0, 0.0, 0.8]]
+    assert metrics.plasticity(FORGETS, reference) == pytest.approx((0.9 / 1.0 + 0.8 / 0.5 + 1.0 / 0.8) / 3)
+
+
+def test_fine_tuning_against_itself_has_plasticity_one():
+    assert metrics.plasticity(FORGETS, FORGETS) == 1
+
+
+def test_forgetting_leaves_the_last_task_out():
+    assert metrics.forgetting(FORGETS) == pytest.approx(((0.9 - 0.3) + (0.8 - 0.4)) / 2)
+    assert metrics.forgetting([[0.7]]) == 0
+
+
+@st.composite
+def never_forgetting(draw):
+    tasks = draw(st.integers(1, 6))
+    final = [draw(st.integers(1, 100)) / 100 for _ in range(tasks)]
+    return [final[: row + 1] for row in range(tasks)]
+
+
+@given(never_forgetting())
+def test_a_matrix_whose_columns_never_change_is_fully_stable_and_forgets_nothing(accuracies):
+    assert metrics.stability(accuracies) == 1
+    assert metrics.forgetting(accuracies) == 0
+
+
+def test_a_task_that_never_got_above_zero_lost_nothing():
+    assert metrics.stability([[0.0], [0.0, 1.0]]) == 1
+
+
+def test_a_matrix_of_the_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match=r"row 1 .* 2 accuracies, not 1"):
+        metrics.stability([[0.5], [0.5]])
+    with pytest.raises(ValueError, match="empty"):
+        metrics.average_accuracy([])
+    with pytest.raises(ValueError, match="2 tasks against 3"):
+        metrics.plasticity(FORGETS[:2], FORGETS)
+
+
+def test_weight_wise_methods_hold_a_number_for_every_weight_and_agscl_one_for_every_node():
+    assert weight_wise(1000)["EWC"].importances == 1000
+    assert weight_wise(1000)["RWALK"].everything == 3000
+    assert at_most(nodes=10, weights=1000).importances == 10
+    held = node_wise({"importances": 10, "anchors": 300, "masks": 10, "digest_bytes": 160, "bytes": 99999})
+    assert (held.importances, held.everything) == (10, 320)

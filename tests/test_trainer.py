@@ -1,0 +1,186 @@
+import pytest
+import torch
+from torch import nn
+
+from agscl.heads import MultiHead
+from agscl.methods.agscl import AGSCL
+from agscl.methods.finetune import FineTune
+from agscl.runs import Checkpoints, digest
+from agscl.supervised import Trainer, TrainingConfig, TrainingFailed
+from agscl.supervised.trainer import mixed_seed
+from agscl.tasks import Task
+
+QUICK = TrainingConfig(epochs=3, batch_size=16, lr=1e-2, patience=1, factor=3.0, restore_best=True)
+
+
+def make_task(name: str, seed: int, valid: bool = True) -> Task:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(72, 8, generator=generator)
+    y = (x @ torch.randn(8, generator=generator) > 0).long()
+    parts = (x[:40], y[:40], x[40:56], y[40:56], x[56:], y[56:])
+    return Task(name, 2, *parts) if valid else Task(name, 2, parts[0], parts[1], None, None, parts[4], parts[5])
+
+
+TASKS = tuple(make_task(name, seed) for seed, name in enumerate(("first", "second", "third")))
+
+
+def make_trainer(method=AGSCL, config=QUICK, tasks=TASKS, seed=0) -> Trainer:
+    torch.manual_seed(seed)
+    trunk = nn.Sequential(
+        nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU()
+    )
+    model = MultiHead(trunk, features=12)
+    example = tasks[0].train_x[:2]
+    settings = {"mu": 35.0, "lam": 100.0, "rho": 0.5, "example_input": example} if method is AGSCL else {}
+    return Trainer(model, method(model, **settings), tasks, config, seed=seed)
+
+
+def outcome(trainer: Trainer) -> str:
+    while trainer.advance():
+        pass
+    model, method = trainer.model.state_dict(), trainer.method.state_dict()
+    return digest([model, method, trainer.accuracies, trainer.losses])
+
+
+@pytest.mark.parametrize("method", [FineTune, AGSCL])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_stopped_after_any_unit_and_continued_it_ends_with_the_same_bits(method, optimizer, tmp_path):
+    config = TrainingConfig(epochs=2, batch_size=16, lr=1e-2, optimizer=optimizer, momentum=0.9, patience=1)
+    expected = outcome(make_trainer(method, config))
+    units = len(TASKS) * (1 + 2 * (3 + 1) + 1)  # per task: its start, two epochs of three steps and an end, its end
+    for stopped_after in range(units + 1):
+        stopped = make_trainer(method, config)
+        for _ in range(stopped_after):
+            assert stopped.advance()
+        checkpoints = Checkpoints(tmp_path / str(stopped_after))
+        checkpoints.save(stopped.state_dict())
+        torch.manual_seed(999)
+        continued = make_trainer(method, config)
+        continued.load_state_dict(checkpoints.load())
+        assert digest(continued.state_dict()) == digest(stopped.state_dict()), "stopped again at once, nothing is lost"
+        assert outcome(continued) == expected, f"after {stopped_after} units"
+    assert not stopped.advance()
+
+
+def test_every_optimizer_tensor_comes_back_with_its_dtype_shape_and_bits():
+    stopped = make_trainer()
+    for _ in range(4):
+        stopped.advance()
+    continued = make_trainer()
+    continued.load_state_dict(stopped.state_dict())
+    before, after = stopped._optimizer.state, continued._optimizer.state
+    assert len(before) == len(after) > 0
+    for old, new in zip(before.values(), after.values(), strict=True):
+        assert old.keys() == new.keys()
+        for key in old:
+            assert old[key].dtype == new[key].dtype
+            assert torch.equal(old[key], new[key])
+
+
+def test_the_order_of_the_batches_depends_on_the_position_alone():
+    one, other = make_trainer(), make_trainer()
+    for _ in range(6):
+        one.advance()
+    other.advance()
+    other.epoch = one.epoch
+    torch.manual_seed(7)
+    assert all(torch.equal(a, b) for a, b in zip(one._batches, other._batches, strict=True))
+    assert sorted(torch.cat(one._batches).tolist()) == list(range(40))
+    assert len({mixed_seed(seed, task, epoch) for seed in range(9) for task in range(9) for epoch in range(9)}) == 729
+
+
+class Scripted(Trainer):
+    """Validation losses as written down, one per epoch."""
+
+    def _validation_loss(self) -> float:
+        return self.script[self.epoch]
+
+
+def scripted(script, **changes) -> Scripted:
+    config = TrainingConfig(**{"epochs": len(script), "batch_size": 16, "lr": 0.09, "patience": 2, **changes})
+    made = make_trainer(FineTune, config, tasks=TASKS[:1])
+    trainer = Scripted(made.model, made.method, made.tasks, config, seed=0)
+    trainer.script = script
+    return trainer
+
+
+def test_the_rate_drops_after_patience_epochs_without_a_better_loss_and_adam_starts_anew():
+    trainer = scripted([5.0, 6.0, 5.0, 4.0, 4.5, 4.1])
+    events, moments = [], []
+    trainer.emit = events.append
+    while trainer.advance():
+        if trainer.step == 0 and trainer._optimizer is not None and trainer.epoch:
+            moments.append(len(trainer._optimizer.state))
+    rates = [event["lr"] for event in events if event["event"] == "epoch"]
+    assert rates == pytest.approx([0.09, 0.09, 0.09, 0.03, 0.03, 0.03])
+    assert [count == 0 for count in moments] == [False, False, True, False, False, True]
+
+
+def test_no_patience_keeps_the_rate():
+    trainer = scripted([5.0, 6.0, 7.0, 8.0], patience=None)
+    events = []
+    trainer.emit = events.append
+    outcome(trainer)
+    assert {event["lr"] for event in events if event["event"] == "epoch"} == {0.09}
+
+
+def test_the_weights_of_the_best_epoch_are_back_when_the_task_ends():
+    trainer = scripted([5.0, 3.0, 4.0])
+    after_each_epoch = []
+    while trainer.epoch < 3:
+        trainer.advance()
+        if trainer.step == 0 and trainer.epoch > len(after_each_epoch):
+            after_each_epoch.append(digest(trainer.model.state_dict()))
+    trainer.advance()
+    assert digest(trainer.model.state_dict()) == after_each_epoch[1]
+
+
+def test_every_task_starts_with_the_first_rate_and_a_fresh_optimizer():
+    trainer = make_trainer()
+    optimizers = []
+    while trainer.advance():
+        if trainer._optimizer is not None and trainer._optimizer not in optimizers:
+            optimizers.append(trainer._optimizer)
+            assert trainer._optimizer.param_groups[0]["lr"] == QUICK.lr
+            assert not trainer._optimizer.state
+    assert len(optimizers) == 3
+
+
+def test_accuracies_are_measured_on_every_task_learned_so_far():
+    trainer = make_trainer()
+    outcome(trainer)
+    print(trainer.statistics)
+    assert [len(row) for row in trainer.accuracies] == [1, 2, 3]
+    assert [len(row) for row in trainer.losses] == [3, 3, 3]
+    assert trainer.progress == 1
+
+
+def test_a_loss_that_is_not_a_number_stops_training_and_names_the_place():
+    broken = make_task("second", 1)
+    broken.train_x[3] = float("nan")
+    trainer = make_trainer(FineTune, tasks=(TASKS[0], broken))
+    with pytest.raises(TrainingFailed, match=r"task 2 \(second\), epoch 1; a lower learning rate"):
+        outcome(trainer)
+
+
+def test_a_broken_weight_is_never_put_into_a_checkpoint():
+    trainer = make_trainer(FineTune)
+    trainer.advance()
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(float("inf"))
+    with pytest.raises(TrainingFailed):
+        trainer.state_dict()
+
+
+def test_without_a_validation_split_the_best_epoch_cannot_be_asked_for():
+    tasks = (make_task("only", 0, valid=False),)
+    with pytest.raises(ValueError, match="no validation split: set patience=None and restore_best=False"):
+        make_trainer(tasks=tasks)
+    config = TrainingConfig(epochs=1, patience=None, restore_best=False)
+    outcome(make_trainer(FineTune, config, tasks=tasks))
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"batch_size": 0}, {"lr": 0}, {"patience": 0}, {"factor": 1}])
+def test_a_setting_that_cannot_be_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TrainingConfig(**wrong)
