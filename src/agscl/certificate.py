@@ -178,7 +178,9 @@ class Certificate:
         needed = [*self.layout.rows, *(name for names in self.head_tensors.values() for name in names)]
         missing = [name for name in needed if name not in tensors]
         if missing:
-            raise ValueError(f"These tensors of the certificate are not in the weights given: {', '.join(missing[:5])}.")
+            raise ValueError(
+                f"These tensors of the certificate are not in the weights given: {', '.join(missing[:5])}."
+            )
         now = group_digests(tensors, self.layout.rows, self.layout.size)
         nonzero = {}
         for name in self.layout.readers:
@@ -191,7 +193,9 @@ class Certificate:
 
     def __str__(self) -> str:
         before = len(self.held) + len(self.moved)
-        nodes = f"{len(self.held)} of {before} important nodes kept every bit" if before else "no node was important before"
+        nodes = (
+            f"{len(self.held)} of {before} important nodes kept every bit" if before else "no node was important before"
+        )
         zeros = f"{self.zeros()} weights into important nodes are exactly 0"
         kind = "guaranteed for good" if self.kind == "guaranteed" else "held during this task"
         return f"after task {self.task!r}: {nodes} ({kind}), {zeros}, {len(self.heads) - 1} earlier heads unmoved"
@@ -235,7 +239,9 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
     last = certificates[-1]
     finding = last.check(tensors)
     if finding.moved:
-        failed.append(f"{len(finding.moved)} important nodes are not what the last certificate says: {finding.moved[:10]}")
+        failed.append(
+            f"{len(finding.moved)} important nodes are not what the last certificate says: {finding.moved[:10]}"
+        )
     for name, count in finding.nonzero.items():
         failed.append(f"{count} weights of {name} from a later node into an earlier one are not exactly 0")
     for task in finding.heads:
@@ -248,7 +254,9 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
         for later, before in zip(certificates[number + 1 :], certificates[number:], strict=False):
             for group in certificate.important:
                 if later.first[group] != certificate.first[group]:
-                    failed.append(f"node {group} is no longer said to be important since task {certificate.first[group]}")
+                    failed.append(
+                        f"node {group} is no longer said to be important since task {certificate.first[group]}"
+                    )
                 elif later.digests[group] != before.digests[group]:
                     drifted[later.task] = drifted.get(later.task, 0) + 1
         for task, head in certificate.heads.items():

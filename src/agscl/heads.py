@@ -56,10 +56,9 @@ class MultiHead(nn.Module):
         if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 1:
             raise ValueError(f"The head of task {task!r} needs a positive number of outputs, not {outputs!r}.")
         place = next(self.trunk.parameters(), torch.empty(0))
-        kind = {"device": place.device, "dtype": place.dtype}
         if self.features is None:
-            return nn.LazyLinear(outputs, **kind)
-        return nn.Linear(self.features, outputs, **kind)
+            return nn.LazyLinear(outputs, device=place.device, dtype=place.dtype)
+        return nn.Linear(self.features, outputs, device=place.device, dtype=place.dtype)
 
     def forward(self, x: Any, task: str) -> Any:
         try:
@@ -126,7 +125,7 @@ class Heads:
             if task not in container:
                 known = ", ".join(container) or "none"
                 raise ValueError(
-                    f"Task {task!r} has no head: call model.add_head({task!r}, outputs) before begin_task. Heads: {known}."
+                    f"Task {task!r} has no head: call model.add_head({task!r}, …) before begin_task. Heads: {known}."
                 )
             return container[task]
         if isinstance(container, nn.ModuleList):

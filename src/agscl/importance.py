@@ -64,8 +64,8 @@ def mean_activations(
     missing = [site.index + 1 for site, count in zip(graph.sites, total[-len(sums) :], strict=True) if not count]
     if missing:
         raise RuntimeError(
-            f"No activation was measured at ReLU {', '.join(map(str, missing))} of the forward pass: `batches` was empty, "
-            "or `forward` did not run the model. Importance cannot be measured without the task's data."
+            f"No activation was measured at ReLU {', '.join(map(str, missing))} of the forward pass: `batches` was "
+            "empty, or `forward` did not run the model. Importance cannot be measured without the task's data."
         )
     importance = torch.zeros(graph.size, dtype=torch.float64, device=device)
     for site, part, count in zip(

@@ -34,14 +34,16 @@ class NodeLayer:
     def size(self) -> int:
         return len(self.groups)
 
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.get_parameter("weight")
+
 
 @dataclass
-class NormLayer:
+class NormLayer(NodeLayer):
     """A BatchNorm over nodes: channel c's scale, shift and statistics belong to group `groups[c]`."""
 
-    name: str
     module: _BatchNorm
-    groups: Tensor  # (channels,)
 
 
 @dataclass
@@ -53,12 +55,17 @@ class Reader:
     sources: Tensor  # (columns,)
     head: bool
 
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.get_parameter("weight")
+
     def columns(self) -> Tensor:
-        """(rows or 1, columns of the weight): the group that each stored weight reads."""
+        """The group that each stored weight reads, shaped to broadcast against the weight: (rows or 1, columns, 1…)."""
         grouped = getattr(self.module, "groups", 1)
-        if grouped == 1:
-            return self.sources[None]
-        return self.sources.view(grouped, -1).repeat_interleave(len(self.module.weight) // grouped, 0)  # type: ignore[arg-type]
+        sources = self.sources.view(grouped, -1)
+        if grouped > 1:
+            sources = sources.repeat_interleave(len(self.weight) // grouped, 0)
+        return sources.view(*sources.shape, *[1] * (self.weight.dim() - 2))
 
 
 @dataclass
@@ -103,6 +110,8 @@ class NodeGraph:
             if not model.heads:
                 raise ValueError("The model has no head yet: call model.add_head before building its NodeGraph.")
             arguments = (*arguments, self._tasks[-1] if self._tasks else list(model.heads)[-1])
+        self._nodes: dict[str, nn.Module] = {}
+        self._norms: dict[str, _BatchNorm] = {}
         self._find_layers()
         probe = self._probe(arguments)
         for name in probe.unreached:
@@ -126,8 +135,6 @@ class NodeGraph:
                 near = [known for known in modules if known.endswith(name)] or [known for known in modules if known]
                 raise ValueError(f"exclude: the model has no module {name!r}. It has: {', '.join(near[:20])}.")
         self._head_names = self._names_of_heads()
-        self._nodes: dict[str, nn.Module] = {}
-        self._norms: dict[str, _BatchNorm] = {}
         self._ends = self._find_ends()
         owners: dict[int, str] = {}
         for name, module in modules.items():
@@ -213,7 +220,7 @@ class NodeGraph:
         self.nodes = 0
         for name, module in self._nodes.items():
             start[name] = self.nodes
-            self.nodes += len(module.weight)  # type: ignore[arg-type]
+            self.nodes += _size(module)
         union = _Union(self.nodes)
         found: dict[Place, Tensor] = {}  # a node behind each element, numbered through all layers
         for place, flow in flows.items():
@@ -228,7 +235,7 @@ class NodeGraph:
         group_of = torch.cat([union.groups(), torch.tensor([-1])])  # the last for -1, no node
         self.size = int(group_of.max()) + 1
         self.layers = {
-            name: NodeLayer(name, module, group_of[start[name] : start[name] + len(module.weight)].clone())  # type: ignore[arg-type]
+            name: NodeLayer(name, module, group_of[start[name] : start[name] + _size(module)].clone())
             for name, module in self._nodes.items()
         }
         self.readers: dict[str, Reader] = {}
@@ -253,7 +260,7 @@ class NodeGraph:
             grouped = getattr(module, "groups", 1)
             reads = found.get(("reader", name))
             if grouped > 1 and grouped == module.in_channels and reads is not None:
-                own = torch.arange(len(module.weight)) + start[name]  # type: ignore[arg-type]
+                own = torch.arange(_size(module)) + start[name]
                 union.join(own, reads.repeat_interleave(len(own) // grouped))
 
     def _refuse_mixing(self, place: Place, flow: Flow) -> None:
@@ -332,9 +339,7 @@ class NodeGraph:
     def prove(self, arguments: tuple[Any, ...]) -> None:
         """Change random groups' outputs: exactly the claimed columns may change, with made-up and with real values."""
         probe = self._probe(arguments)
-        claims: dict[Place, Claim] = {
-            ("norm", name): Claim(1, norm.groups) for name, norm in self.norms.items()
-        }
+        claims: dict[Place, Claim] = {("norm", name): Claim(1, norm.groups) for name, norm in self.norms.items()}
         for name, reader in self.readers.items():
             if name in probe.two:
                 dims = probe.two[name].dim() + (len(probe.two[name]) != 2)
@@ -352,7 +357,7 @@ class NodeGraph:
             )
 
     def read_head(self, arguments: tuple[Any, ...], tasks: Sequence[str] = ()) -> None:
-        """Find which nodes the head that `arguments` lead to reads, add it to the readers, and prove the graph again."""
+        """Find which nodes the head that `arguments` lead to reads, and add it to the readers."""
         self._tasks = list(tasks)
         self._head_names = self._names_of_heads()
         self._ends = self._find_ends()
@@ -365,7 +370,9 @@ class NodeGraph:
             self._refuse_mixing((kind, name), flow)
             for layer, nodes in flow.nodes.items():
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
-                known = self.readers.setdefault(name, Reader(name, self._ends[name], groups, not _within(name, self.exclude)))
+                known = self.readers.setdefault(
+                    name, Reader(name, self._ends[name], groups, not _within(name, self.exclude))
+                )
                 known.sources = torch.where(known.sources >= 0, known.sources, groups)
                 self.feeds[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(arguments)
@@ -404,9 +411,14 @@ class NodeGraph:
 
     # For methods -----------------------------------------------------------------------------------------------------
 
+    @property
+    def owners(self) -> list[NodeLayer]:
+        """Layers and norms: all that holds rows of a node's incoming group."""
+        return [*self.layers.values(), *self.norms.values()]
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Every parameter of a node's incoming group: its name, itself, and the group of each of its rows."""
-        for owner in (*self.layers.values(), *self.norms.values()):
+        for owner in self.owners:
             for key, parameter in owner.module.named_parameters(recurse=False):
                 yield f"{owner.name}.{key}", parameter, owner.groups
 
@@ -453,6 +465,10 @@ class Rows:
         """Write rows back."""
         for parameter, index, new in zip(self.parameters, self.index, rows, strict=True):
             parameter.index_copy_(0, index, new)
+
+
+def _size(module: nn.Module) -> int:
+    return len(module.get_parameter("weight"))
 
 
 def _within(name: str, places: Iterable[str]) -> bool:
@@ -504,4 +520,5 @@ class _Union:
     def groups(self) -> Tensor:
         """A number from 0 for each node's set, in the order of the sets' first nodes."""
         roots = torch.tensor([self.find(a) for a in range(len(self.parent))])
-        return torch.unique(roots, return_inverse=True)[1]
+        numbers: Tensor = torch.unique(roots, return_inverse=True)[1]
+        return numbers

@@ -65,7 +65,7 @@ def undisturbed(model: nn.Module, *, train: bool = False) -> Iterator[None]:
     """Run `model` in eval (or train) mode without leaving a trace: modes, buffers and random states come back."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python, numbers = random.getstate(), np.random.get_state()
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     model.train(train)
     try:
@@ -78,10 +78,10 @@ def undisturbed(model: nn.Module, *, train: bool = False) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         random.setstate(python)
-        np.random.set_state(numbers)
+        np.random.set_state(numbers)  # noqa: NPY002
 
 
-class relu_watch(TorchFunctionMode):  # noqa: N801 - used as a context manager
+class relu_watch(TorchFunctionMode):
     """Calls `seen(input, output)` at every ReLU, be it a module or a function, in call order."""
 
     def __init__(self, seen: Callable[[Tensor, Tensor], None]) -> None:
@@ -110,7 +110,7 @@ def _is_relu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return isinstance(low, int | float) and low == 0 and high is None
 
 
-class _weight_watch(TorchFunctionMode):  # noqa: N801
+class _weight_watch(TorchFunctionMode):
     """Refuses a node's weight that is used outside its layer."""
 
     def __init__(self, owners: Mapping[int, str], running: list[str], cure: Callable[..., str]) -> None:
@@ -320,7 +320,7 @@ class Probe:
                 if sign is None and base is None:
                     places[place] = forward(input)
                     return places[place].clone()
-                return self._output(name, rows, sign, masks, base and base[place])
+                return self._output(name, rows, sign, masks, None if base is None else base[place])
 
             return pinned
 

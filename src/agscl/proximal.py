@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["group_norms", "pull", "shrink"]
+__all__ = ["gradients", "group_norms", "pull", "shrink"]
 
 
 @torch.no_grad()
@@ -26,8 +26,7 @@ def shrink(rows: Sequence[Tensor], thresholds: Tensor, members: Tensor | None = 
     factors = _factors(group_norms(wide, members), thresholds, wide, members)
     shrunk = torch._foreach_mul(wide, factors)
     return [
-        torch.where(factor == 0, 0.0, new).to(row.dtype)
-        for row, factor, new in zip(rows, factors, shrunk, strict=True)
+        torch.where(factor == 0, 0.0, new).to(row.dtype) for row, factor, new in zip(rows, factors, shrunk, strict=True)
     ]
 
 
@@ -62,17 +61,29 @@ def group_norms(rows: Sequence[Tensor], members: Tensor | None = None) -> Tensor
     return every[members].sum(1).sqrt()
 
 
+@torch.no_grad()
+def gradients(away: Sequence[Tensor], strengths: Tensor, members: Tensor | None = None) -> list[Tensor]:
+    """Gradient of `strength · ‖away‖` per group, 0 at the origin: what the operators replace."""
+    norms = group_norms(away, members)
+    factors = _spread(torch.where(norms > 0, strengths / norms, 0.0), away, members)
+    return list(torch._foreach_mul(list(away), factors))
+
+
 def _factors(norms: Tensor, thresholds: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
-    """γ of every row, one tensor (n, 1, …) per tensor of `rows`, in its dtype."""
+    """γ of every row."""
     thresholds = thresholds.to(norms)
     kept = torch.where(norms <= thresholds, 0.0, 1 - thresholds / norms)
-    kept = torch.where(thresholds == 0, 1.0, kept)
+    return _spread(torch.where(thresholds == 0, 1.0, kept), rows, members)
+
+
+def _spread(values: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
+    """(groups,) values to the groups' rows: one tensor (n, 1, …) per tensor of `rows`, in its dtype."""
     if members is None:
-        parts: Sequence[Tensor] = [kept] * len(rows)
+        parts: Sequence[Tensor] = [values] * len(rows)
     else:
         counts = [len(row) for row in rows]
-        every = kept.new_ones(sum(counts) + 1)
-        every[members] = kept[:, None].expand_as(members)
+        every = values.new_ones(sum(counts) + 1)
+        every[members] = values[:, None].expand_as(members)
         parts = every[:-1].split(counts)
     return [part.to(row.dtype).view(-1, *[1] * (row.dim() - 1)) for part, row in zip(parts, rows, strict=True)]
 

@@ -37,8 +37,8 @@ PRESETS: dict[str, Preset] = {
         tasks="digits",
         network="mlp",
         network_options={"inputs": 64, "widths": [50, 50, 50]},
-        training=TrainingConfig(epochs=50, batch_size=32, lr=3e-3, patience=None, restore_best=False),
-        methods={"agscl": {"mu": 10.0, "lam": 400.0, "rho": 0.3}, "finetune": {}},
+        training=TrainingConfig(epochs=30, batch_size=32, lr=1e-2, patience=None, restore_best=False),
+        methods={"agscl": {"mu": 10.0, "lam": 2000.0, "rho": 0.3}, "finetune": {}},
         threads=1,  # so small a network is faster on one core
     ),
     "omniglot5": Preset(

@@ -7,7 +7,6 @@ zero. When it ends, nodes that were active become important, and some of the fre
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -17,17 +16,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from agscl.certificate import NEVER, Layout, group_digests
+from agscl.certificate import NEVER
 from agscl.heads import HeadPlace
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
 from agscl.methods.batchnorm import KeptStatistics
+from agscl.methods.fresh import choose, refresh
+from agscl.methods.ledger import Ledger
 from agscl.nodes import Rows
 from agscl.probing import undisturbed
-from agscl.proximal import group_norms, pull, shrink
+from agscl.proximal import gradients, group_norms, pull, shrink
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 
@@ -100,28 +100,31 @@ class AGSCL(NodeMethod):
         self.omega = torch.empty(0)  # Ω (groups,)
         self.first = torch.empty(0, dtype=torch.int32)  # (groups,) first task a group was important in, or NEVER
         self.anchors: list[Tensor] = []  # rows of the important groups, as Rows(graph, important) orders them
-        self._start: list[Tensor] = []
+        self._start: list[Tensor] = []  # with fresh="start", the weights to begin again from
         self._draws = torch.Generator().manual_seed(self.config.seed)
-        self._keepers: list[KeptStatistics] = []
-        self._fixed: list[KeptStatistics] = []
+        self._kept: list[KeptStatistics] = []  # of important channels, during a task
+        self._fixed: list[KeptStatistics] = []  # of frozen BatchNorms, always
         self._masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self._figures: dict[str, Any] = {}
-        self._state: dict[str, Any] | None = None
+        self._state: dict[str, Any] | None = None  # loaded before there was a graph
         super().__init__(model, example_input=example_input, heads=heads, exclude=exclude, excluded=excluded)
 
-    # A task begins -------------------------------------------------------------------------------------------------
+    @property
+    def free(self) -> Tensor:
+        """(groups,) nodes that were never important."""
+        return self.first == NEVER
+
+    # A task begins ---------------------------------------------------------------------------------------------------
 
     def _graph_built(self) -> None:
-        graph = self.graph
-        device = next(parameter.device for _, parameter, _ in graph.parameters())
-        self.omega = torch.zeros(graph.size, device=device)
-        self.first = torch.full((graph.size,), NEVER, dtype=torch.int32, device=device)
-        self._fixed = [KeptStatistics(m, torch.ones(m.num_features, dtype=torch.bool)) for m in graph.fixed_norms.values()]
+        device = next(parameter.device for _, parameter, _ in self.graph.parameters())
+        self.omega = torch.zeros(self.graph.size, device=device)
+        self.first = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
+        self._ledger = Ledger(self.graph)
+        for norm in self.graph.fixed_norms.values():
+            self._fixed.append(KeptStatistics(norm, torch.ones(norm.num_features, dtype=torch.bool)))
         if self.config.fresh == "start":
-            self._start = [parameter.detach().clone() for _, parameter, _ in graph.parameters()]
-        self._layout = _layout(graph)
-        self._digests = self._digest()
-        self._claimed: tuple[list[int], list[int]] = ([], [])  # important groups that held, that moved
+            self._start = [parameter.detach().clone() for _, parameter, _ in self.graph.parameters()]
         if self._state is not None:
             self._take_up(self._state)
         elif self.task is not None:
@@ -130,41 +133,36 @@ class AGSCL(NodeMethod):
     def _begin(self) -> None:
         if self._graph is None:
             return  # at the first forward pass
-        free = self.first == NEVER
-        self._free, self._important = Rows(self.graph, free), Rows(self.graph, ~free)
+        self._free, self._important = Rows(self.graph, self.free), Rows(self.graph, ~self.free)
         self._set_masks()
-        self._keepers = [
-            KeptStatistics(norm.module, (~free)[norm.groups.to(free.device)])
-            for norm in self.graph.norms.values()
-            if bool((~free)[norm.groups.to(free.device)].any())
-        ]
+        for norm in self.graph.norms.values():
+            important = (~self.free)[norm.groups.to(self.first.device)]
+            if bool(important.any()):
+                self._kept.append(KeptStatistics(norm.module, important))
         self._find_rates()
-        self._before = Rows(self.graph, torch.ones_like(free)).take() if not self.config.prox else []
-        self._since = 0  # optimizer steps since the last proximal one
-        self._pending: float | Tensor = 0.0  # of these, the ones that moved weights (not skipped on overflow)
+        self._since = 0  # optimizer steps since the last proximal one,
+        self._pending: float | Tensor = 0.0  # and of these the ones not skipped on overflow
         self._epoch_steps = 0
         self._proximal_steps = 0
-        self._reach: float | Tensor = 0.0  # Σα over proximal steps
+        self._reach: float | Tensor = 0.0  # Σα over the task's proximal steps
         norms = group_norms(self._free.take(), self._free.members) if len(self._free) else torch.zeros(1)
-        self._norms = (float(norms.min()), float(norms.median()))
+        self._norms = [float(norms.min()), float(norms.median())]
+        self._before = [] if self.config.prox else Rows(self.graph, self.first >= 0).take()
         self._check_penalty()
 
     def _set_masks(self) -> None:
-        """Per node layer: the first task of each row and of what each column reads; where source > row, weight = 0."""
+        """Per node layer: the first task of each row, and of what each column reads. Source > row: the weight is 0."""
         self._masks = []
         if self.config.zero_init == "off":
             return
         first = torch.cat([self.first, self.first.new_tensor([-1])])  # -1: the column reads no node
         source = first if self.config.zero_init == "paper" else torch.where(first == NEVER, NEVER, -1)
         for name, layer in self.graph.layers.items():
-            if name not in self.graph.readers:
-                continue
-            weight = layer.module.weight
-            rows = first[layer.groups.to(first.device)].view(-1, *[1] * (weight.dim() - 1))
-            columns = source[self.graph.readers[name].columns().to(first.device)]
-            columns = columns.view(*columns.shape, *[1] * (weight.dim() - 2))
-            if bool((columns > rows).any()):
-                self._masks.append((weight, rows, columns))
+            if reader := self.graph.readers.get(name):
+                rows = first[layer.groups.to(first.device)].view(-1, *[1] * (layer.weight.dim() - 1))
+                columns = source[reader.columns().to(first.device)]
+                if bool((columns > rows).any()):
+                    self._masks.append((layer.weight, rows, columns))
 
     def _find_rates(self) -> None:
         """Where the rate of each layer's weight stands: (optimizer, parameter group)."""
@@ -174,7 +172,7 @@ class AGSCL(NodeMethod):
             for number, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
-        self._places = {name: place.get(id(layer.module.weight)) for name, layer in self.graph.layers.items()}
+        self._places = {name: place.get(id(layer.weight)) for name, layer in self.graph.layers.items()}
         self._main = next((found[0] for found in self._places.values() if found), self._optimizers[0])
         if missing := [name for name, found in self._places.items() if found is None]:
             self._warn(
@@ -197,12 +195,12 @@ class AGSCL(NodeMethod):
         self._since += 1
         self._epoch_steps += 1
         self._pending = self._pending + (1 if skipped is None else 1 - skipped.reshape(()).clamp(max=1))
-        every = {"step": 1, "epoch": 0}.get(self.config.prox_every, self.config.prox_every)  # type: ignore[call-overload]
-        if every and self._steps_per_epoch and self._since >= every:
+        every = 1 if self.config.prox_every == "step" else self.config.prox_every
+        if isinstance(every, int) and self._steps_per_epoch and self._since >= every:
             self._run_proximal(self._pending / self._steps_per_epoch)
 
     def _end_epoch(self) -> None:
-        if self._steps_per_epoch is None or self.config.prox_every == "epoch":
+        if self.config.prox_every == "epoch" or not self._steps_per_epoch:  # the first epoch is counted
             if self._since:
                 self._run_proximal(1.0)
             self._steps_per_epoch = self._steps_per_epoch or self._epoch_steps or None
@@ -216,17 +214,17 @@ class AGSCL(NodeMethod):
             return
         self._proximal_steps += 1
         alpha = self._alpha()
-        self._reach = self._reach + (alpha * share if not isinstance(alpha, Tensor) else (alpha * share).mean())
+        self._reach = self._reach + ((alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share)
         if len(self._free) and self.config.mu:
-            threshold = self._per_group(alpha, self._free) * (self.config.mu * share)
-            self._free.put(shrink(self._free.take(), threshold, self._free.members))
+            thresholds = self._per_group(alpha, self._free) * (self.config.mu * share)
+            self._free.put(shrink(self._free.take(), thresholds, self._free.members))
         if len(self._important) and self.config.lam:
-            omega = self.omega[self._important.groups]
+            thresholds = self.omega[self._important.groups]
             if math.isinf(self.config.lam):
-                threshold = torch.full_like(omega, math.inf)
+                thresholds = torch.full_like(thresholds, math.inf)  # also at rate 0
             else:
-                threshold = omega * self._per_group(alpha, self._important) * (self.config.lam * share)
-            self._important.put(pull(self._important.take(), self.anchors, threshold, self._important.members))
+                thresholds = thresholds * self._per_group(alpha, self._important) * (self.config.lam * share)
+            self._important.put(pull(self._important.take(), self.anchors, thresholds, self._important.members))
 
     def _alpha(self) -> float | Tensor:
         """The rate of each layer's weight at the last step: one for all where they agree, else (groups,)."""
@@ -234,9 +232,9 @@ class AGSCL(NodeMethod):
         for name, place in self._places.items():
             known = self._rates.get(id(place[0])) if place else None
             rates[name] = known[place[1]] if known and place else 0.0
-        values = list(rates.values())
-        if all(value is values[0] or (isinstance(value, float) and value == values[0]) for value in values):
-            return values[0]
+        some, *rest = rates.values()
+        if all(rate is some or (isinstance(rate, float) and rate == some) for rate in rest):
+            return some
         alpha = torch.zeros_like(self.omega)
         for name, rate in rates.items():  # coupled layers with different rates: the largest
             groups = self.graph.layers[name].groups.to(alpha.device)
@@ -249,23 +247,18 @@ class AGSCL(NodeMethod):
         return torch.ones(len(rows), device=self.omega.device, dtype=torch.float64) * alpha
 
     def _add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Without proximal steps: the gradient of μ‖θ‖ and λΩ‖θ − anchor‖ (eq. 2), added as it stands."""
+        """Without proximal steps: the gradient of μ‖θ‖ and λΩ‖θ − anchor‖ (eq. 2) as it stands."""
         if self.config.prox or optimizer is not self._main or self._graph is None:
             return
-        weights = torch.full_like(self.omega, self.config.mu)
-        for rows, target in ((self._free, None), (self._important, self.anchors)):
+        for rows, anchors in ((self._free, None), (self._important, self.anchors)):
             if not len(rows):
                 continue
-            away = rows.take() if target is None else torch._foreach_sub(rows.take(), target)
-            strength = weights[rows.groups] if target is None else self.config.lam * self.omega[rows.groups]
-            norms = group_norms(away, rows.members)
-            factor = torch.where(norms > 0, strength / norms, 0.0) * (1.0 if scale is None else scale)
-            every = factor.new_zeros(sum(len(part) for part in away) + 1)
-            every[rows.members] = factor[:, None].expand_as(rows.members)
-            parts = every[:-1].split([len(part) for part in away])
-            for parameter, index, part, by in zip(rows.parameters, rows.index, away, parts, strict=True):
+            away = rows.take() if anchors is None else torch._foreach_sub(rows.take(), anchors)
+            strengths = self.config.mu if anchors is None else self.config.lam * self.omega[rows.groups]
+            strengths = torch.ones(len(rows), device=self.omega.device) * strengths * (1.0 if scale is None else scale)
+            pushes = gradients(away, strengths, rows.members)
+            for parameter, index, push in zip(rows.parameters, rows.index, pushes, strict=True):
                 if parameter.grad is not None:
-                    push = part * by.to(part.dtype).view(-1, *[1] * (part.dim() - 1))
                     parameter.grad.index_add_(0, index, push)
 
     # A task ends -----------------------------------------------------------------------------------------------------
@@ -273,32 +266,29 @@ class AGSCL(NodeMethod):
     def _end(self, batches: Iterable[Any], forward: Forward) -> None:
         batches = self._meet_head(batches, forward)
         if self._since:
-            per_step = self.config.prox_every != "epoch" and self._steps_per_epoch
-            self._run_proximal(self._pending / self._steps_per_epoch if per_step and self._steps_per_epoch else 1.0)
+            whole = self.config.prox_every == "epoch" or not self._steps_per_epoch
+            self._run_proximal(1.0 if whole else self._pending / (self._steps_per_epoch or 1))
         measured = mean_activations(self.graph, batches, forward, self.config.importance_mode)
         if not bool(measured.isfinite().all()):
             raise FloatingPointError(
                 f"Activations of task {self.task!r} are not finite: training diverged. The task was not ended; "
                 "go back to the last good weights, or lower the learning rate."
             )
-        moved = self._moved()
-        before = self.first != NEVER
+        before = ~self.free
+        changed = self._changed(before)
         self.omega = (self.config.eta * self.omega + measured).to(self.omega.dtype)
         active = self.omega > 0 if self.config.prox else self.omega >= self.config.tau
-        assert not bool((before & (self.omega <= 0)).any()), "an important node became free"
+        assert bool((self.omega[before] > 0).all()), "an important node became free"
         self.first[active & ~before] = len(self.tasks) - 1
-        self._self_check(before)
+        self._self_check()
         self._reinitialise()
-        important = Rows(self.graph, self.first != NEVER)
-        self.anchors = important.take()
-        self._digests = self._digest()
-        self._figures = self._figures_of(before, moved)
-        for keeper in self._keepers:
-            keeper.close()
-        self._keepers, self._masks = [], []
+        self.anchors = Rows(self.graph, ~self.free).take()
+        self._ledger.restart()
+        self._figures = self._figures_of(before.cpu(), changed)
+        self._let_go()
 
     def _meet_head(self, batches: Iterable[Any], forward: Forward) -> Iterable[Any]:
-        """Run one batch, so that the graph and the columns of this task's head are known."""
+        """Run one batch if need be, so that the columns of this task's head are known."""
         if self._graph is not None and self._head_known():
             return batches
         rest = iter(batches)
@@ -309,24 +299,17 @@ class AGSCL(NodeMethod):
                 forward(batch)
         if self._graph is None or not self._head_known():
             raise RuntimeError(
-                f"end_task could not find the head of task {self.task!r}: `batches` was empty, or `forward` does not run "
-                "the model on this task."
+                f"end_task could not find the head of task {self.task!r}: `batches` was empty, or `forward` does not "
+                "run the model on this task."
             )
         return itertools.chain(some, rest)
 
-    def _moved(self) -> Tensor:
-        """(groups,) whether a group's incoming weights changed during the task, and note it for the certificate."""
-        now = self._digest()
-        pairs = list(zip(self._digests[0], now[0], strict=True))
-        whole = [old == new for old, new in zip(self._digests[1], now[1], strict=True)]
-        important = (self.first != NEVER).tolist()
-        self._claimed = (
-            [g for g, mine in enumerate(important) if mine and whole[g]],
-            [g for g, mine in enumerate(important) if mine and not whole[g]],
-        )
+    def _changed(self, important: Tensor) -> Tensor:
+        """(groups,) whether a group's incoming weights changed in this task; without proximal steps, by τ or more."""
+        changed = self._ledger.compare(important)
         if self.config.prox:
-            return torch.tensor([old != new for old, new in pairs])
-        rows = Rows(self.graph, torch.ones_like(self.first, dtype=torch.bool))
+            return changed
+        rows = Rows(self.graph, self.first >= 0)
         away = torch._foreach_sub(rows.take(), self._before)
         return (group_norms(away, rows.members) >= self.config.tau).cpu()
 
@@ -334,119 +317,74 @@ class AGSCL(NodeMethod):
     def _reinitialise(self) -> None:
         """(I.1) what free nodes feed is set to zero; (I.2) then some of them get fresh incoming weights."""
         assert self.task is not None
-        free = torch.cat([self.first == NEVER, torch.zeros_like(self.first[:1], dtype=torch.bool)])
+        free = torch.cat([self.free, torch.zeros_like(self.free[:1])])  # the last: columns that read no node
         mine = {id(module) for module in self.heads.of(self.task, self.tasks).modules()}
         for name, reader in self.graph.readers.items():
             trained = name in self.graph.layers or id(reader.module) in mine
             if self.config.zero_init != "off" and (trained or (not reader.head and self._excluded == "train")):
-                weight = reader.module.weight
-                columns = free[reader.columns().to(free.device)]
-                weight.masked_fill_(columns.view(*columns.shape, *[1] * (weight.dim() - 2)), 0.0)
-        if self.config.rand_init:
-            self._refresh(self._choose(free[:-1].cpu()))
-
-    def _choose(self, free: Tensor) -> Tensor:
-        """A random ρ-share of each layer's free groups: n − ⌊n(1−ρ)⌋ of n; a group counts in its first layer."""
-        if dist.is_available() and dist.is_initialized():
+                reader.weight.masked_fill_(free[reader.columns().to(free.device)], 0.0)
+        if not self.config.rand_init:
+            return
+        if dist.is_available() and dist.is_initialized():  # all ranks draw alike
             state = self._draws.get_state().to(self.omega.device)
             dist.broadcast(state, 0)
             self._draws.set_state(state.cpu())
-        chosen, seen = torch.zeros_like(free), torch.zeros_like(free)
-        for layer in self.graph.layers.values():
-            here = torch.zeros_like(free)
-            here[layer.groups] = True
-            candidates = (here & free & ~seen).nonzero().flatten()
-            seen |= here
-            count = len(candidates) - math.floor(len(candidates) * (1 - self.config.rho))
-            chosen[candidates[torch.randperm(len(candidates), generator=self._draws)[:count]]] = True
-        return chosen
+        chosen = choose(self.graph, self.free.cpu(), self.config.rho, self._draws)
+        refresh(self.graph, chosen, self._draws, self._optimizers, self._start)
 
-    def _refresh(self, chosen: Tensor) -> None:
-        """Give the chosen groups fresh weights, statistics and optimizer moments."""
-        position = 0
-        for owner in (*self.graph.layers.values(), *self.graph.norms.values()):
-            rows = chosen[owner.groups].nonzero().flatten()
-            twin = _twin(owner.module, int(torch.randint(2**62, (1,), generator=self._draws)))
-            for key, parameter in owner.module.named_parameters(recurse=False):
-                fresh = self._start[position] if self._start else twin.get_parameter(key).to(parameter.device)
-                position += 1
-                where = rows.to(parameter.device)
-                parameter.index_copy_(0, where, fresh.detach().index_select(0, where))
-                for optimizer in self._optimizers:
-                    for moment in optimizer.state.get(parameter, {}).values():
-                        if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                            moment.index_fill_(0, where, 0.0)
-            if isinstance(owner.module, _BatchNorm):
-                for key in ("running_mean", "running_var"):
-                    buffer, fresh = owner.module.get_buffer(key), twin.get_buffer(key)
-                    buffer.index_copy_(0, rows.to(buffer.device), fresh[rows].to(buffer.device))
+    def _let_go(self) -> None:
+        for kept in self._kept:
+            kept.close()
+        self._kept, self._masks = [], []
 
     # What it reports -------------------------------------------------------------------------------------------------
 
-    def _digest(self) -> tuple[list[str], list[str]]:
-        """Digests per group: of its weights, and of these with its BatchNorm statistics."""
-        tensors, layout = self.model.state_dict(), self._layout
-        weights = group_digests(tensors, layout.parameters, layout.size)
-        return weights, group_digests(tensors, layout.rows, layout.size) if layout.statistics else weights
-
-    def _figures_of(self, before: Tensor, moved: Tensor) -> dict[str, Any]:
-        size, was = self.graph.size, int(before.sum())
-        free = int((self.first == NEVER).sum())
-        still = int((~moved).sum())
-        frozen = int((~moved & before.cpu()).sum())
+    def _figures_of(self, before: Tensor, changed: Tensor) -> dict[str, Any]:
+        size, free = self.graph.size, int(self.free.sum())
+        unchanged, frozen = int((~changed).sum()), int((~changed & before).sum())
         return {
             "nodes": size,
             "free": free,
             "sparsity": free / size,
-            "unchanged": still,
-            "used_capacity": still / size,
-            "important_before": was,
+            "unchanged": unchanged,
+            "used_capacity": unchanged / size,
+            "important_before": int(before.sum()),
             "frozen": frozen,
             "frozen_capacity": frozen / size,
         }
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: `sparsity` (share of free nodes), `used_capacity` (share whose weights did not change at
-        all), `frozen` (important ones among these); nodes that are one group count once."""
+        all), `frozen` (important ones among these). Nodes that are one group count once."""
         return dict(self._figures)
 
     def memory(self) -> dict[str, int]:
-        """Held between tasks: floats of importances, anchors, BatchNorm statistics and starting weights; one integer per
-        node for the masks; the certificate's digests in bytes; and `bytes` in all."""
+        """Held between tasks: floats of importances, anchors, BatchNorm statistics and starting weights, an integer per
+        node for the masks; and `bytes` in all, the certificate's digests included."""
         if self._graph is None:
             return super().memory()
-        anchors = sum(part.numel() for part in self.anchors)
-        kept = sum(2 * int((self.first[n.groups.to(self.first.device)] != NEVER).sum()) for n in self.graph.norms.values())
-        digests = 16 * self.graph.size
+        kept = sum(2 * int((~self.free)[norm.groups.to(self.first.device)].sum()) for norm in self.graph.norms.values())
         tensors = [self.omega, self.first, *self.anchors, *self._start]
-        total = sum(t.numel() * t.element_size() for t in tensors) + 4 * kept + digests
         return {
             "importances": self.omega.numel(),
-            "anchors": anchors,
+            "anchors": sum(part.numel() for part in self.anchors),
             "masks": self.first.numel(),
             "statistics": kept,
             "start": sum(part.numel() for part in self._start),
-            "digest_bytes": digests,
-            "bytes": total,
+            "bytes": sum(t.numel() * t.element_size() for t in tensors) + 4 * kept + self._ledger.bytes,
         }
 
     def _claims(self) -> dict[str, Any]:
-        first = self.first.tolist()
         notes = [f"layer {name} is excluded: outputs that depend on it are not covered" for name in self._exclude]
         if self.config.zero_init == "off":
             notes.append("zero_init is off: old outputs may change through free nodes")
+        for_good = math.isinf(self.config.lam) and self.config.prox
         return {
-            "kind": "guaranteed" if math.isinf(self.config.lam) and self.config.prox else "held",
+            "kind": "guaranteed" if for_good else "held",
             "zero_rule": self.config.zero_init,
-            "layout": self._layout,
-            "first": first,
-            "digests": [d if f != NEVER else None for d, f in zip(self._digests[1], first, strict=True)],
-            "held": self._claimed[0],
-            "moved": self._claimed[1],
             "notes": notes,
+            **self._ledger.claims(self.first),
         }
-
-    # Self-check ------------------------------------------------------------------------------------------------------
 
     def _check_penalty(self) -> None:
         if len(self.tasks) < 2:
@@ -460,73 +398,62 @@ class AGSCL(NodeMethod):
         elif self.config.lam == 0:
             self._warn("penalty", "lam is 0, so important nodes are not held and old tasks are forgotten. Use lam > 0.")
 
-    def _self_check(self, before: Tensor) -> None:
+    def _self_check(self) -> None:
         """Warn, once each, about what makes the method idle."""
-        if self.config.prox and self._steps and not self._proximal_steps:
-            self._warn("prox", "The proximal step never ran in this task: call method.end_epoch() after each epoch.")
-        elif self.config.prox and self.config.prox_every == "epoch" and self._proximal_steps == 1 and self._epoch_steps:
+        epochs_told = self.config.prox_every != "epoch" or not self._epoch_steps
+        if self.config.prox and self._steps and not (self._proximal_steps and epochs_told):
             self._warn(
                 "prox",
-                "end_epoch() was never called in this task, so the proximal step ran only once, at its end. "
-                "Call method.end_epoch() after each epoch.",
+                "end_epoch() was not called after the last steps, or never: the proximal step ran "
+                f"{self._proximal_steps} times in this task. Call method.end_epoch() after each epoch.",
             )
         reach, (smallest, median) = float(self._reach), self._norms
-        free = self.first == NEVER
-        if self.config.prox and reach and self.config.mu * reach < smallest and not bool(free.any()):
+        if reach and self.config.mu * reach < smallest and not bool(self.free.any()):
             self._warn(
                 "mu",
                 f"mu is too small for any node to become free: in this task it could take {self.config.mu * reach:.3g} "
-                f"off a node's norm, and the smallest was {smallest:.3g}. Use mu of about {median / reach:.3g} or more, "
-                "or train for more epochs.",
+                f"off a node's norm, and the smallest was {smallest:.3g}. Use mu of about {median / reach:.3g} or "
+                "more, or train for more epochs.",
             )
-        full = [name for name, layer in self.graph.layers.items() if not bool(free[layer.groups.to(free.device)].any())]
-        if full and "mu" not in self._warned:
+            return
+        free = self.free.cpu()
+        full = [name for name, layer in self.graph.layers.items() if not bool(free[layer.groups].any())]
+        if full:
             self._warn(
                 "full",
-                f"No free node is left in {', '.join(full)}: what later tasks can learn there is limited. "
-                f"Use a larger mu (it is {self.config.mu:g}), a smaller rho (it is {self.config.rho:g}) or wider layers.",
+                f"No free node is left in {', '.join(full)}: what later tasks can learn there is limited. Use a larger "
+                f"mu (it is {self.config.mu:g}), a smaller rho (it is {self.config.rho:g}) or wider layers.",
             )
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        state["built"] = self._graph is not None
         if self._graph is None:
-            return {**state, "built": False}
+            return state
         state |= {
-            "built": True,
             "omega": self.omega.clone(),
             "first": self.first.clone(),
             "anchors": [part.clone() for part in self.anchors],
             "start": [part.clone() for part in self._start],
             "draws": self._draws.get_state(),
-            "digests": list(self._digests[0]),
-            "digests_with_statistics": list(self._digests[1]),
-            "held": list(self._claimed[0]),
-            "moved": list(self._claimed[1]),
+            "ledger": self._ledger.state_dict(),
             "figures": dict(self._figures),
             "input": None if self._input is None else [self._input[0], str(self._input[1]).removeprefix("torch.")],
         }
         if self.task is not None:
-            state["under_way"] = {
-                "since": self._since,
-                "pending": float(self._pending),
-                "epoch_steps": self._epoch_steps,
-                "proximal_steps": self._proximal_steps,
-                "reach": float(self._reach),
-                "norms": list(self._norms),
-                "before": [part.clone() for part in self._before],
-            }
+            state["counts"] = [self._since, float(self._pending), self._epoch_steps, self._proximal_steps]
+            state["reach"], state["norms"] = float(self._reach), list(self._norms)
+            state["before"] = [part.clone() for part in self._before]
         return state
 
     def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
         super().load_state_dict(state, *optimizers)
-        if not state["built"]:
-            return
-        self._state = state
-        if self._graph is not None:
+        self._state = state if state["built"] else None
+        if self._graph is not None and self._state is not None:
             self._take_up(state)
-        elif self._example is not None:
+        elif self._graph is None and self._example is not None and self.tasks:
             self._build(self._example)
 
     def _take_up(self, state: dict[str, Any]) -> None:
@@ -536,58 +463,27 @@ class AGSCL(NodeMethod):
                 f"The state is of a network with {len(state['omega'])} groups of nodes; this one has {self.graph.size}."
             )
         device = self.omega.device
-        self.omega, self.first = state["omega"].to(device), state["first"].to(device)
-        self.anchors = [part.to(device) for part in state["anchors"]]
-        self._start = [part.to(device) for part in state["start"]]
-        self._draws.set_state(state["draws"])
-        self._digests = (list(state["digests"]), list(state["digests_with_statistics"]))
-        self._claimed = (list(state["held"]), list(state["moved"]))
+        self.omega, self.first = state["omega"].to(device, copy=True), state["first"].to(device, copy=True)
+        self.anchors = [part.to(device, copy=True) for part in state["anchors"]]
+        self._start = [part.to(device, copy=True) for part in state["start"]]
+        self._draws.set_state(state["draws"].cpu())
+        self._ledger.load_state_dict(state["ledger"])
         self._figures = dict(state["figures"])
         if state["input"] is not None:
             self._input = (list(state["input"][0]), getattr(torch, state["input"][1]))
+        self._let_go()
         if self.task is not None:
             self._begin()
-            if now := state.get("under_way"):
-                self._since, self._pending, self._epoch_steps = now["since"], now["pending"], now["epoch_steps"]
-                self._proximal_steps, self._reach = now["proximal_steps"], now["reach"]
-                self._norms = (now["norms"][0], now["norms"][1])
-                self._before = [part.to(device) for part in now["before"]]
+            self._since, self._pending, self._epoch_steps, self._proximal_steps = state["counts"]
+            self._reach, self._norms = state["reach"], list(state["norms"])
+            self._before = [part.to(device, copy=True) for part in state["before"]]
 
     def close(self) -> None:
         super().close()
-        for keeper in (*self._keepers, *self._fixed):
-            keeper.close()
-        self._keepers, self._fixed, self._masks = [], [], []
+        self._let_go()
+        for fixed in self._fixed:
+            fixed.close()
+        self._fixed = []
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{key}={value!r}" for key, value in asdict(self.config).items())
-        return f"AGSCL({settings})"
-
-
-def _layout(graph: Any) -> Layout:
-    return Layout(
-        size=graph.size,
-        parameters={name: groups.tolist() for name, _, groups in graph.parameters()},
-        statistics={
-            f"{norm.name}.{key}": norm.groups.tolist()
-            for norm in graph.norms.values()
-            for key in ("running_mean", "running_var")
-        },
-        readers={
-            f"{name}.weight": graph.readers[name].columns().tolist() for name in graph.layers if name in graph.readers
-        },
-    )
-
-
-def _twin(module: nn.Module, seed: int) -> nn.Module:
-    """A copy of one layer with freshly initialised weights, made on the CPU without touching global random state."""
-    twin = copy.copy(module)
-    twin._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty_like(p, device="cpu")) for key, p in module._parameters.items()
-    }
-    twin._buffers = {key: None if b is None else b.detach().cpu().clone() for key, b in module._buffers.items()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        twin.reset_parameters()  # type: ignore[operator]
-    return twin
-
+        return f"AGSCL({', '.join(f'{key}={value!r}' for key, value in asdict(self.config).items())})"

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +37,7 @@ class SelfCheckWarning(UserWarning):
 class _Hooks:
     """The pair of hooks on one optimizer, shared by all methods attached to it."""
 
-    _of: WeakKeyDictionary[Optimizer, _Hooks] = WeakKeyDictionary()
+    _of: ClassVar[WeakKeyDictionary[Optimizer, _Hooks]] = WeakKeyDictionary()
 
     @classmethod
     def attach(cls, optimizer: Optimizer, method: Method) -> None:
@@ -412,14 +412,16 @@ class NodeMethod(Method):
         self._input: tuple[list[int], torch.dtype] | None = None  # shape and type of one sample, for the certificate
         self._watch = self.model.register_forward_pre_hook(self._first_forward, with_kwargs=True)
         self._watching = True
-        if example_input is not None and (not isinstance(self.model, MultiHead) or self.model.heads):
-            if not callable(heads):
-                self._build(example_input)
+        known = self.model.heads if isinstance(self.model, MultiHead) else not callable(heads)
+        if example_input is not None and known:
+            self._build(example_input)
 
     @property
     def graph(self) -> NodeGraph:
         if self._graph is None:
-            raise RuntimeError("The NodeGraph is built at the first forward pass, or from example_input=; neither came yet.")
+            raise RuntimeError(
+                "The NodeGraph is built at the first forward pass, or from example_input=; neither came yet."
+            )
         return self._graph
 
     def begin_task(

@@ -20,7 +20,8 @@ class KeptStatistics:
     """
 
     def __init__(self, module: _BatchNorm, keep: Tensor) -> None:
-        assert module.running_mean is not None and module.running_var is not None
+        assert module.running_mean is not None
+        assert module.running_var is not None
         self.module = module
         self.keep = keep.to(module.running_mean.device)
         self.mean, self.var = module.running_mean.clone(), module.running_var.clone()
