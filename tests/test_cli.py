@@ -16,7 +16,7 @@ from agscl.experiments.execute import comparable
 from agscl.runs import Checkpoints
 from agscl.runs.events import read_events
 
-QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quick", "--checkpoint-every", "0.02"]
+QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quick", "--checkpoint-every", "0.1"]
 
 
 def start(folder: Path, *arguments: str, **options) -> subprocess.Popen[str]:

@@ -332,7 +332,8 @@ def test_rows_reported_frozen_kept_their_bits_over_the_task(name: str) -> None:
     assert frozen_ever > 0, "lam was meant to freeze some rows"
 
 
-@crossed
+@pytest.mark.parametrize("optimizer", [optimizer for optimizer in OPTIMIZERS if optimizer != "Adam"])
+@pytest.mark.parametrize("name", ["mlp", "vgg"])
 def test_rows_reported_frozen_kept_their_bits_under(name: str, optimizer: str) -> None:
     record = learned(name, optimizer, lam=MODERATE)
     assert_not_empty(record)

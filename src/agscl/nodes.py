@@ -251,6 +251,7 @@ class NodeGraph:
         for name, norm in self._norms.items():
             self._place_norm(name, norm, found, group_of)
         self.feeds = {name: _feeds(name, flows) for name in self._nodes}
+        self._normed = {layer for (kind, _), flow in flows.items() if kind == "norm" for layer in flow.nodes}
         self._check_activations()
         self._check_outputs(flows)
 
@@ -397,10 +398,9 @@ class NodeGraph:
             ]
             if any(self.readers[reader].head for reader in self.feeds[name]):
                 readers.append("heads")
-            normed = any(sets[name] & set(norm.groups.tolist()) for norm in self.norms.values())
             partners = [other for other in sets if other != name and sets[name] & sets[other]]
             line = f"  {name:<{width}} {layer.size:>5} nodes  {type(layer.module).__name__}"
-            line += f"{', BatchNorm' if normed else ''} → ReLU → {_some(readers) or 'output'}"
+            line += f"{', BatchNorm' if name in self._normed else ''} → ReLU → {_some(readers) or 'output'}"
             line += f"; one group with {_some(partners)}" if partners else ""
             lines.append(line if len(line) <= 100 else line[:99] + "…")
         fate = "kept as it is" if self.excluded == "freeze" else "trained by every task"

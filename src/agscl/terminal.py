@@ -97,7 +97,9 @@ def summary(result: dict[str, Any], folder: Path) -> None:
         console.print(_storage({TITLES[method]: node_wise(outcome["memory"])}, outcome["weights"]))
     console.print()
     if "certificate" in outcome:
-        say(f"certificate  {outcome['certificate']}")
+        line = Table.grid(padding=(0, 2))
+        line.add_row("certificate", Text(outcome["certificate"]))
+        console.print(line)
         say(f"check it     agscl verify {folder.name if folder.parent == Path('runs') else folder}")
     seconds = sum(result["seconds"].values())
     say(f"stored in    {folder}/ after {seconds:.0f} s of training")

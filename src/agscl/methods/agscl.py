@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.certificate import NEVER
-from agscl.heads import HeadPlace
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
 from agscl.methods.batchnorm import KeptStatistics
@@ -82,32 +81,26 @@ class AGSCL(NodeMethod):
 
     >>> method = AGSCL(model, mu=10, lam=400, rho=0.3)
 
-    Settings are the fields of `AGSCLConfig`. With `prox_every` other than "epoch", both thresholds are divided by
+    Settings are the fields of `AGSCLConfig`; `example_input`, `heads`, `exclude` and `excluded` are those of every
+    method that knows the nodes (`NodeGraph`). With `prox_every` other than "epoch", both thresholds are divided by
     the number of proximal steps in an epoch, so that μ and λ keep their meaning.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        example_input: Any = None,
-        heads: HeadPlace | None = None,
-        exclude: Sequence[str] = (),
-        excluded: Literal["freeze", "train"] = "freeze",
-        **settings: Any,
-    ) -> None:
-        self.config = AGSCLConfig(**settings)
+    Config = AGSCLConfig
+    config: AGSCLConfig
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         self.omega = torch.empty(0)  # Ω (groups,)
         self.first = torch.empty(0, dtype=torch.int32)  # (groups,) first task a group was important in, or NEVER
         self.anchors: list[Tensor] = []  # rows of the important groups, as Rows(graph, important) orders them
         self._start: list[Tensor] = []  # with fresh="start", the weights to begin again from
-        self._draws = torch.Generator().manual_seed(self.config.seed)
+        self._draws = torch.Generator()
         self._kept: list[KeptStatistics] = []  # of important channels, during a task
         self._fixed: list[KeptStatistics] = []  # of frozen BatchNorms, always
         self._masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self._figures: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None  # loaded before there was a graph
-        super().__init__(model, example_input=example_input, heads=heads, exclude=exclude, excluded=excluded)
+        super().__init__(model, **options)
 
     @property
     def free(self) -> Tensor:
@@ -121,6 +114,7 @@ class AGSCL(NodeMethod):
         self.omega = torch.zeros(self.graph.size, device=device)
         self.first = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
         self._ledger = Ledger(self.graph)
+        self._draws.manual_seed(self.config.seed)
         for norm in self.graph.fixed_norms.values():
             self._fixed.append(KeptStatistics(norm, torch.ones(norm.num_features, dtype=torch.bool)))
         if self.config.fresh == "start":
@@ -408,7 +402,7 @@ class AGSCL(NodeMethod):
                 f"{self._proximal_steps} times in this task. Call method.end_epoch() after each epoch.",
             )
         reach, (smallest, median) = float(self._reach), self._norms
-        if reach and self.config.mu * reach < smallest and not bool(self.free.any()):
+        if reach and self.config.mu * reach < smallest:
             self._warn(
                 "mu",
                 f"mu is too small for any node to become free: in this task it could take {self.config.mu * reach:.3g} "
@@ -484,6 +478,3 @@ class AGSCL(NodeMethod):
         for fixed in self._fixed:
             fixed.close()
         self._fixed = []
-
-    def __repr__(self) -> str:
-        return f"AGSCL({', '.join(f'{key}={value!r}' for key, value in asdict(self.config).items())})"

@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 from weakref import WeakKeyDictionary
 
@@ -112,14 +113,26 @@ class _Hooks:
                 getattr(method, phase)(optimizer, skipped)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """A method with nothing to set."""
+
+
 class Method:
     """A continual-learning method, joined to any training loop. See `docs/architecture.md` for its seams.
 
     `heads` says where the heads of a model that is not a `MultiHead` are: the name of an `nn.ModuleList` or
-    `nn.ModuleDict`, or a function `(model, task) -> module`.
+    `nn.ModuleDict`, or a function `(model, task) -> module`. `settings` are the fields of the method's `Config`.
     """
 
-    def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None) -> None:
+    Config: ClassVar[type[Any]] = NoSettings
+
+    def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
+        known = [field.name for field in fields(self.Config)]
+        if unknown := [name for name in settings if name not in known]:
+            kind = type(self).__name__
+            raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(known) or 'none'}.")
+        self.config = self.Config(**settings)
         self.model = _bare(model)
         self.heads = Heads(self.model, heads)
         self.tasks: list[str] = []
@@ -241,6 +254,10 @@ class Method:
         """Take all hooks away and give back what was changed; the weights stay as they are."""
         self._leave()
         self.task = None
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in asdict(self.config).items())
+        return f"{type(self).__name__}({settings})"
 
     def __enter__(self) -> Self:
         return self
@@ -404,8 +421,9 @@ class NodeMethod(Method):
         heads: HeadPlace | None = None,
         exclude: Sequence[str] = (),
         excluded: Literal["freeze", "train"] = "freeze",
+        **settings: Any,
     ) -> None:
-        super().__init__(model, heads=heads)
+        super().__init__(model, heads=heads, **settings)
         self._graph: NodeGraph | None = None
         self._exclude, self._excluded = tuple(exclude), excluded
         self._example = example_input

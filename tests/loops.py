@@ -1,0 +1,72 @@
+"""Small training loops that tests share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agscl import MultiHead
+from agscl.methods.base import Method
+
+
+def mlp(width: int = 32, inputs: int = 16) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+
+
+def blobs(number: int, classes: int = 3, inputs: int = 16, size: int = 48) -> list[tuple[Tensor, Tensor]]:
+    """Four batches of a small task: noisy points around random centres."""
+    draw = torch.Generator().manual_seed(number)
+    centres = torch.randn(classes, inputs, generator=draw)
+    y = torch.randint(classes, (size,), generator=draw)
+    x = centres[y] + 0.5 * torch.randn(size, inputs, generator=draw)
+    return list(zip(x.split(size // 4), y.split(size // 4), strict=True))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def learn(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    *,
+    epochs: int = 8,
+    after_step: Callable[[int], Any] | None = None,
+    steps: range | None = None,
+    begin: bool = True,
+    end: bool = True,
+    told: bool = True,
+) -> None:
+    """Train task `number`; `steps` picks a part of it, so that a loop can be left and taken up again."""
+    model, task, data = method.model, f"t{number}", blobs(number)
+    if begin:
+        torch.manual_seed(number)  # the new head's weights
+        if isinstance(model, MultiHead) and task not in model.heads:
+            model.add_head(task, 3)
+        method.begin_task(task, optimizer)
+    model.train()
+    for step in range(epochs * len(data)) if steps is None else steps:
+        x, y = data[step % len(data)]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, task), y).backward()
+        optimizer.step()
+        if after_step:
+            after_step(step)
+        if told and step % len(data) == len(data) - 1:
+            method.end_epoch()
+    if end:
+        method.end_task(data)
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy(dict(model.state_dict()))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

@@ -1,0 +1,110 @@
+"""MultiHead, and heads that must not move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import blobs, learn, mlp
+from torch import nn
+
+from agscl import AGSCL, FineTune, MultiHead
+
+
+def test_features_are_found_from_the_trunk_also_through_convolutions():
+    model = MultiHead(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    model.add_head("a", 5)
+    assert model(torch.randn(2, 3, 8, 8), "a").shape == (2, 5)
+    model.add_head("b", 7)
+    assert isinstance(model.heads["b"], nn.Linear)
+    assert model.heads["b"].in_features == 4 * 6 * 6
+
+
+def test_a_head_may_be_a_module_or_a_dict_of_heads():
+    model = MultiHead(mlp())
+    model.add_head("pong", {"actor": 6, "critic": 1})
+    out = model(torch.randn(2, 16), "pong")
+    assert {k: v.shape[1] for k, v in out.items()} == {"actor": 6, "critic": 1}
+    model.add_head("own", nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 2)))
+    assert model(torch.randn(2, 16), "own").shape == (2, 2)
+
+
+@pytest.mark.parametrize("outputs", [0, -1, 2.5, True, {}, "ten"])
+def test_a_head_without_outputs_is_refused(outputs):
+    with pytest.raises((ValueError, TypeError), match="head|outputs"):
+        MultiHead(mlp()).add_head("a", outputs)
+
+
+def test_names_are_checked():
+    model = MultiHead(mlp())
+    model.add_head("a", 2)
+    for name in ("a", "", "a.b", "keys"):
+        with pytest.raises(ValueError, match="task|Task"):
+            model.add_head(name, 2)
+    with pytest.raises(KeyError, match="add_head"):
+        model(torch.randn(2, 16), "b")
+
+
+def test_heads_take_the_trunks_type():
+    model = MultiHead(mlp().double(), features=32)
+    model.add_head("a", 2)
+    assert model.heads["a"].weight.dtype == torch.float64
+
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("cls", [AGSCL, FineTune])
+def test_other_heads_stay_put_with_zero_and_with_static_gradients_after_momentum_has_built_up(cls, make):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    model.add_head("t0", 3)
+    model.add_head("t1", 3)
+    later = model.heads["t1"].weight.clone()
+    optimizer = make(model.parameters())
+    method = cls(model)
+    learn(method, optimizer, 0)
+    assert torch.equal(later, model.heads["t1"].weight), "a head moved before its task began"
+    old = [p.clone() for p in model.heads["t0"].parameters()]
+
+    method.begin_task("t1", optimizer)
+    still = list(model.heads["t0"].parameters())
+    for x, y in blobs(1) * 3:
+        optimizer.zero_grad(set_to_none=False)
+        for p in still:
+            p.grad = torch.zeros_like(p)  # as a captured step would hold it
+        F.cross_entropy(model(x, "t1"), y).backward()
+        optimizer.step()
+        assert all(p.grad is not None for p in still), "the loop's own gradients come back after the step"
+    assert all(torch.equal(a, b) for a, b in zip(old, still, strict=True))
+    assert not torch.equal(later, model.heads["t1"].weight)
+    method.end_task(blobs(1))
+    method.close()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_old_head_in_the_new_tasks_loss_still_does_not_move():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    method = FineTune(model)
+    learn(method, optimizer, 0)
+    old = model.heads["t0"].weight.clone()
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer)
+    x, y = blobs(1)[0]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, "t1"), y) + model(x, "t0").square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert torch.equal(old, model.heads["t0"].weight)

@@ -1,0 +1,575 @@
+"""The life cycle of a method in somebody's training loop."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import adam, bits, blobs, learn, mlp, same
+from torch import nn
+
+from agscl import AGSCL, FineTune, MultiHead
+from agscl.methods.base import SelfCheckWarning, _Hooks
+
+SETTINGS = {"mu": 12, "lam": 1000, "rho": 0.3}
+
+
+def fresh(cls=AGSCL, seed=0, width=32, **settings):
+    torch.manual_seed(seed)
+    model = MultiHead(mlp(width))
+    optimizer = adam(model)
+    return cls(model, **(settings or (SETTINGS if cls is AGSCL else {}))), model, optimizer
+
+
+# The seams ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [AGSCL, FineTune])
+def test_the_loop_of_the_readme_learns_three_tasks(cls):
+    method, model, optimizer = fresh(cls)
+    for number in range(3):
+        learn(method, optimizer, number)
+    assert method.tasks == ["t0", "t1", "t2"]
+    assert method.task is None
+    with torch.no_grad():
+        x, y = blobs(2)[0]
+        assert (model(x, "t2").argmax(1) == y).float().mean() > 0.8
+
+
+def test_a_new_heads_parameters_join_the_optimizer_once():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held)) == len(list(model.parameters()))
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_new_head_goes_to_the_group_where_the_heads_are():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    model.add_head("t0", 3)
+    optimizer = torch.optim.SGD(
+        [{"params": model.trunk.parameters(), "lr": 0.1}, {"params": model.heads.parameters(), "lr": 0.01}]
+    )
+    method = FineTune(model)
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1)
+    assert len(optimizer.param_groups[1]["params"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, o: m.end_epoch(), "begin_task"),
+        (lambda m, o: m.end_task([]), "begin_task"),
+        (lambda m, o: m.begin_task("t0"), "optimizer"),
+        (lambda m, o: m.begin_task("t0", o), "add_head"),
+        (lambda m, o: m.certificate(), "No task"),
+        (lambda m, o: m.begin_task("t0", "adam"), "torch.optim"),
+        (lambda m, o: m.begin_task("t0", torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)), "none of the model"),
+    ],
+)
+def test_wrong_use_is_an_error_that_says_what_to_do(call, words):
+    method, _, optimizer = fresh()
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=words):
+        call(method, optimizer)
+    assert method.tasks == []
+    assert optimizer not in _Hooks._of
+
+
+def test_a_task_cannot_begin_while_another_is_under_way_nor_a_second_time():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    model.add_head("t1", 3)
+    with pytest.raises(RuntimeError, match="end_task"):
+        method.begin_task("t1", optimizer)
+    method.end_task(blobs(0))
+    with pytest.raises(ValueError, match="name of its own"):
+        method.begin_task("t0", optimizer)
+
+
+def test_a_plain_model_must_say_where_its_heads_are():
+    with pytest.raises(ValueError, match="heads="):
+        AGSCL(mlp(), **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mu": -1}, {"lam": -1}, {"rho": 0}, {"rho": 1.5}, {"eta": 0}, {"prox_every": 0}, {"zero_init": "no"}]
+)
+def test_settings_out_of_range_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AGSCL(MultiHead(mlp()), **wrong)
+
+
+@pytest.mark.parametrize("cls", [AGSCL, FineTune])
+def test_the_models_state_dict_keys_stay_as_they_are_and_close_leaves_no_hook_behind(cls):
+    method, model, optimizer = fresh(cls)
+    model.add_head("t0", 3)
+    model(blobs(0)[0][0], "t0")  # the head takes its shape
+    keys = list(model.state_dict())
+    learn(method, optimizer, 0)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer)
+    assert [k for k in model.state_dict() if "t1" not in k] == keys
+    assert not any(p.requires_grad for p in model.heads["t0"].parameters())
+    method.close()
+    assert all(p.requires_grad for p in model.parameters())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_method_is_a_context_manager_that_closes_itself():
+    method, _model, optimizer = fresh()
+    with method:
+        learn(method, optimizer, 0, end=False)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_step_with_a_closure_gives_the_same_weights_as_step():
+    plain, model_a, optimizer_a = fresh()
+    closed, model_b, optimizer_b = fresh()
+    learn(plain, optimizer_a, 0)
+    learn(plain, optimizer_a, 1)
+    for number in range(2):
+        task, data = f"t{number}", blobs(number)
+        torch.manual_seed(number)
+        model_b.add_head(task, 3)
+        closed.begin_task(task, optimizer_b)
+        for _ in range(8):
+            for x, y in data:
+
+                def closure(x=x, y=y, task=task):
+                    optimizer_b.zero_grad()
+                    loss = F.cross_entropy(model_b(x, task), y)
+                    loss.backward()
+                    return loss
+
+                optimizer_b.step(closure)
+            closed.end_epoch()
+        closed.end_task(data)
+    assert same(bits(model_a), bits(model_b))
+
+
+@pytest.mark.parametrize("prox", [True, False])
+def test_penalties_may_be_added_before_a_clip_and_are_not_added_twice(prox):
+    def run(early):
+        method, model, optimizer = fresh(mu=1, lam=1, prox=prox)
+        for number in range(2):
+            task, data = f"t{number}", blobs(number)
+            model.add_head(task, 3)
+            method.begin_task(task, optimizer)
+            for x, y in data * 4:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x, task), y).backward()
+                if early:
+                    method.add_penalty_gradients()
+                optimizer.step()
+            method.end_epoch()
+            method.end_task(data)
+        return bits(model)
+
+    assert same(run(True), run(False))
+
+
+def test_the_ablation_without_proximal_steps_adds_the_gradient_of_the_penalised_loss():
+    method, model, optimizer = fresh(mu=0.7, lam=3.0, prox=False)
+    learn(method, optimizer, 0, epochs=2)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer)
+    x, y = blobs(1)[0]
+    loss = F.cross_entropy(model(x, "t1"), y)
+    groups = {g: [] for g in range(method.graph.size)}
+    anchors = iter(method.anchors)
+    important = ~method.free
+    for _, p, rows in method.graph.parameters():
+        anchor = next(anchors) if bool(important[rows].any()) else None
+        place = 0
+        for r, g in enumerate(rows.tolist()):
+            if important[g]:
+                groups[g].append((p[r] - anchor[place]).flatten())
+                place += 1
+            else:
+                groups[g].append(p[r].flatten())
+    penalty = sum(
+        (3.0 * method.omega[g] if important[g] else 0.7) * torch.cat(parts).norm()
+        for g, parts in groups.items()
+        if torch.cat(parts).norm() > 0
+    )
+    parameters = [p for _, p, _ in method.graph.parameters()]
+    expected = torch.autograd.grad(loss + penalty, parameters)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, "t1"), y).backward()
+    method.add_penalty_gradients()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+# Resume ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, {**SETTINGS, "prox_every": 3}, {**SETTINGS, "prox": False}])
+@pytest.mark.parametrize("known", ["example input", "first forward"])
+def test_resumed_in_the_middle_of_a_task_it_continues_bit_identically(settings, known):
+    whole, model, optimizer = fresh(**settings)
+    for number in range(3):
+        learn(whole, optimizer, number)
+
+    method, first, optimizer = fresh(**settings)
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1, steps=range(13), end=False)
+    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict(), method.state_dict()))
+
+    torch.manual_seed(99)
+    second = MultiHead(mlp(), features=32)
+    for task in ("t0", "t1"):
+        second.add_head(task, 3)
+    second.load_state_dict(saved[0])
+    optimizer = torch.optim.Adam([*second.trunk.parameters(), *second.heads.parameters()], lr=1e-2)
+    example = {"example_input": torch.zeros(1, 16)} if known == "example input" else {}
+    resumed = AGSCL(second, **settings, **example)
+    resumed.load_state_dict(saved[2], optimizer)
+    optimizer.load_state_dict(saved[1])
+    learn(resumed, optimizer, 1, steps=range(13, 32), begin=False)
+    learn(resumed, optimizer, 2)
+
+    assert same(bits(model), bits(second))
+    assert torch.equal(whole.omega, resumed.omega)
+    assert str(whole.certificate()) == str(resumed.certificate())
+    assert whole.certificate().digests == resumed.certificate().digests
+    assert whole.statistics() == resumed.statistics()
+
+
+def test_a_state_between_tasks_needs_no_optimizer():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    other = AGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **SETTINGS)
+    other.load_state_dict(method.state_dict())
+    assert other.certificate().digests == method.certificate().digests
+
+
+def test_the_state_of_another_method_or_network_is_refused():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    with pytest.raises(ValueError, match="AGSCL"):
+        FineTune(model).load_state_dict(method.state_dict())
+    wide = MultiHead(mlp(40))
+    wide.add_head("t0", 3)
+    with pytest.raises(ValueError, match="64 groups"):
+        AGSCL(wide, example_input=torch.zeros(1, 16), **SETTINGS).load_state_dict(method.state_dict())
+
+
+# What AGS-CL promises of its figures ---------------------------------------------------------------------------------
+
+
+def test_free_nodes_never_come_back_once_important_and_the_figures_add_up():
+    method, _, optimizer = fresh()
+    before = None
+    for number in range(4):
+        learn(method, optimizer, number)
+        free = method.free.clone()
+        figures = method.statistics()
+        assert figures["free"] == int(free.sum())
+        assert figures["sparsity"] == figures["free"] / 64
+        assert figures["frozen"] <= figures["important_before"]
+        assert figures["used_capacity"] >= figures["frozen_capacity"]
+        if before is not None:
+            assert not bool((free & ~before).any())
+        before = free
+    assert 0 < figures["free"] < 64
+
+
+def test_anchors_are_held_for_important_nodes_only_and_nothing_as_large_as_the_model_besides():
+    method, _model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    memory, important = method.memory(), int((~method.free).sum())
+    rows = {name: (p[0].numel(), groups) for name, p, groups in method.graph.parameters()}
+    assert memory["anchors"] == sum(size * int((~method.free)[groups].sum()) for size, groups in rows.values())
+    assert memory["importances"] == 64
+    held = [t for t in vars(method).values() if isinstance(t, torch.Tensor)]
+    assert sum(t.numel() for t in held) <= 2 * 64
+    assert 0 < important < 64
+
+
+@pytest.mark.parametrize("every", ["step", 1, 2, 4])
+def test_thresholds_are_divided_among_the_proximal_steps_of_an_epoch(every):
+    def shrunk(every):
+        method, model, optimizer = fresh(mu=1.0, lam=1.0, prox_every=every)
+        model.add_head("t0", 3)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-12  # the optimizer leaves the weights alone; the rate in force is set below
+        method.begin_task("t0", optimizer, steps_per_epoch=4)
+        weight = model.trunk[0].weight
+        norm = torch.cat([weight, model.trunk[0].bias[:, None]], 1).norm(dim=1).detach()
+        for x, y in blobs(0):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, "t0"), y).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            method._count_step = lambda o: method._rates.__setitem__(id(o), [0.1])
+            optimizer.step()
+        method.end_epoch()
+        after = torch.cat([weight, model.trunk[0].bias[:, None]], 1).norm(dim=1).detach()
+        return norm - after
+
+    torch.testing.assert_close(shrunk(every), torch.full((32,), 0.1), atol=1e-5, rtol=0)
+
+
+def test_the_rate_in_force_is_that_of_the_last_step_not_of_a_scheduler_stepped_since():
+    method, model, optimizer = fresh(mu=1.0, lam=1.0)
+    model.add_head("t0", 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    method.begin_task("t0", optimizer)
+    for x, y in blobs(0):
+        F.cross_entropy(model(x, "t0"), y).backward()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 7.0
+    row = torch.cat([model.trunk[0].weight[0], model.trunk[0].bias[:1]]).norm()
+    method.end_epoch()
+    after = torch.cat([model.trunk[0].weight[0], model.trunk[0].bias[:1]]).norm()
+    torch.testing.assert_close(row - after, torch.tensor(0.05), atol=1e-5, rtol=0)
+
+
+def test_fresh_weights_can_be_those_the_model_started_with():
+    method, model, optimizer = fresh(**SETTINGS, fresh="start")
+    start = bits(model)["trunk.0.weight"]
+    learn(method, optimizer, 0)
+    now = model.trunk[0].weight.detach()
+    same_rows = (now == start).all(1)
+    free = method.free[:32]
+    assert bool(same_rows.any())
+    assert not bool((same_rows & ~free).any())
+
+
+def test_momentum_of_fresh_rows_is_cleared():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    weight = model.trunk[0].weight
+    moments = optimizer.state[weight]["exp_avg"]
+    cleared = (moments == 0).all(1)
+    important = ~method.free[:32]
+    assert bool(cleared.any())
+    assert not bool((cleared & important).any())
+
+
+def test_two_seeds_draw_other_fresh_weights_and_one_seed_the_same():
+    def weights(seed):
+        torch.manual_seed(0)
+        model = MultiHead(mlp())
+        learn(AGSCL(model, **SETTINGS, seed=seed), adam(model), 0)
+        return bits(model)
+
+    assert same(weights(1), weights(1))
+    assert not same(weights(1), weights(2))
+
+
+def test_global_random_state_is_untouched_by_the_graph_and_by_fresh_weights():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    state = torch.get_rng_state()
+    method.end_task(blobs(0))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_importance_is_the_mean_relu_activation_over_the_training_data():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    x = torch.cat([x for x, _ in blobs(0)])
+    with torch.no_grad():
+        model.eval()
+        first = model.trunk[1](model.trunk[0](x))
+        expected = torch.cat([first.mean(0), model.trunk[3](model.trunk[2](first)).mean(0)])
+    method.end_task(blobs(0))
+    torch.testing.assert_close(method.omega, expected)
+
+
+def test_diverged_activations_do_not_end_the_task():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    with torch.no_grad():
+        model.trunk[0].weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match="diverged"):
+        method.end_task(blobs(0))
+    assert method.task == "t0"
+
+
+def test_a_task_without_data_cannot_be_ended():
+    method, _, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    with pytest.raises(RuntimeError, match="batches"):
+        method.end_task([])
+    assert method.task == "t0"
+
+
+# Self-check -----------------------------------------------------------------------------------------------------------
+
+
+def warned(act):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(w.message) for w in caught if issubclass(w.category, SelfCheckWarning)]
+
+
+def test_an_ordinary_run_warns_of_nothing():
+    method, _, optimizer = fresh()
+    assert warned(lambda: [learn(method, optimizer, n) for n in range(2)]) == []
+
+
+def test_it_warns_once_when_the_optimizer_given_is_not_the_one_stepping():
+    method, model, optimizer = fresh()
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer)
+    other = adam(model)
+    for x, y in blobs(0):
+        F.cross_entropy(model(x, "t0"), y).backward()
+        other.step()
+    messages = warned(lambda: method.end_task(blobs(0)))
+    assert any("never stepped" in m and "begin_task" in m for m in messages)
+
+
+def test_it_warns_when_epochs_are_never_told():
+    method, _, optimizer = fresh()
+    messages = warned(lambda: learn(method, optimizer, 0, told=False))
+    assert any("end_epoch" in m for m in messages)
+
+
+def test_it_warns_when_mu_is_too_small_for_any_node_to_become_free_and_says_which_would_do():
+    method, model, optimizer = fresh(mu=1e-4, lam=10)
+    messages = warned(lambda: learn(method, optimizer, 0))
+    assert len(messages) == 1
+    assert "mu is too small" in messages[0]
+    value = float(messages[0].split("mu of about ")[1].split(" ")[0])
+    assert value > 1e-2
+    again = warned(lambda: learn(method, optimizer, 1))
+    assert not any("mu is too small" in m for m in again)
+
+
+def test_it_warns_when_lam_is_zero_or_nothing_is_important():
+    method, _, optimizer = fresh(mu=20, lam=0)
+    assert any("lam is 0" in m for m in warned(lambda: [learn(method, optimizer, n) for n in range(2)]))
+    method, _, optimizer = fresh(mu=1e4, lam=10)
+    messages = warned(lambda: [learn(method, optimizer, n) for n in range(2)])
+    assert any("smaller mu" in m for m in messages)
+
+
+def test_it_warns_when_a_layer_has_no_free_node_left():
+    method, _, optimizer = fresh(mu=2.5, lam=100, rho=1.0, width=6)
+    messages = warned(lambda: [learn(method, optimizer, n) for n in range(4)])
+    assert any("No free node is left in trunk" in m for m in messages)
+
+
+def test_it_warns_when_the_optimizer_lacks_a_layer():
+    torch.manual_seed(0)
+    model = MultiHead(mlp())
+    optimizer = torch.optim.Adam(model.trunk[0].parameters(), lr=1e-2)
+    method = AGSCL(model, **SETTINGS)
+    assert any("trunk.2" in m for m in warned(lambda: learn(method, optimizer, 0)))
+
+
+# Models of other people -----------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+        self.outputs = nn.ModuleList(nn.Linear(32, 3) for _ in range(3))
+
+    def forward(self, x, task):
+        return self.outputs[int(task[1:])](self.body(x))
+
+
+@pytest.mark.parametrize("heads", ["outputs", lambda model, task: model.outputs[int(task[1:])]])
+def test_a_model_with_heads_of_its_own_forgets_nothing_either(heads):
+    torch.manual_seed(0)
+    model = Own()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    method = AGSCL(model, mu=20, lam=math.inf, rho=0.3, heads=heads)
+    learn(method, optimizer, 0)
+    x = torch.randn(8, 16)
+    model.eval()
+    before = model(x, "t0").detach()
+    learn(method, optimizer, 1)
+    learn(method, optimizer, 2)
+    model.eval()
+    assert torch.equal(before, model(x, "t0"))
+    method.close()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_shared_head_is_trained_by_every_task_and_the_certificate_says_so():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.out = mlp(), nn.Linear(32, 3)
+
+        def forward(self, x):
+            return self.out(self.body(x))
+
+    torch.manual_seed(0)
+    model = Shared()
+    optimizer = adam(model)
+    method = AGSCL(model, **SETTINGS, heads="out")
+    for number in range(2):
+        method.begin_task(f"t{number}", optimizer)
+        for x, y in blobs(number) * 4:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        method.end_epoch()
+        method.end_task(blobs(number))
+    assert any("share one head" in note for note in method.certificate().notes)
+
+
+def test_sharded_models_get_a_clear_error():
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    model = MultiHead(nn.Sequential(mlp(), FullyShardedDataParallel()))
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        AGSCL(model)
+
+
+def test_two_methods_on_one_optimizer_share_one_pair_of_hooks():
+    method, _model, optimizer = fresh(FineTune)
+    other = FineTune(method.model)
+    method.model.add_head("t0", 3)
+    method.begin_task("t0", optimizer)
+    other.begin_task("t0", optimizer)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    method.close()
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    other.close()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_lbfgs_which_calls_its_closure_many_times_works():
+    method, model, _ = fresh(mu=1, lam=10)
+    model.add_head("t0", 3)
+    x, y = blobs(0)[0]
+    model(x, "t0")
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    method.begin_task("t0", optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, "t0"), y)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    for _ in range(5):
+        last = optimizer.step(closure).item()
+    method.end_epoch()
+    method.end_task(blobs(0))
+    assert last < first
