@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from loops import adam, bits, learn, mlp
 
 from agscl import AGSCL, Certificate, FineTune, MultiHead
 from agscl.certificate import NEVER, Probe, group_digests, verify
+from loops import adam, bits, learn, mlp
 
 
 def chain(tasks=3, cls=AGSCL, **settings):

@@ -20,6 +20,7 @@ QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quic
 
 
 def start(folder: Path, *arguments: str, **options) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "agscl.cli", *(arguments or QUICK)]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
@@ -56,32 +57,39 @@ def events_without_time(folder: Path) -> list[dict]:
     return [{key: value for key, value in event.items() if key != "time"} for event in events]
 
 
-def kill_and_resume(folder: Path, uninterrupted, delays: list[float]) -> None:
-    """Kill a run after each delay, counted from its first sign of life; then let it end and compare."""
-    expected, _ = uninterrupted
-    for delay in delays:
-        process = start(folder)
-        wait_for(folder / "runs" / "quick" / "environment.json", process)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        finish(process)
+def killed(folder: Path, delay: float) -> bool:
+    """Start or continue a run and kill it so long after its first sign of life; False if it had ended by then."""
+    process = start(folder)
+    wait_for(folder / "runs" / "quick" / "environment.json", process)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    return finish(process)[0] == -signal.SIGKILL
+
+
+def ends_like(folder: Path, uninterrupted: Path) -> None:
     code, output = finish(start(folder))
     assert code == 0, output
-    assert comparable(result(folder)) == comparable(result(expected))
-    assert events_without_time(folder) == events_without_time(expected)
+    assert comparable(result(folder)) == comparable(result(uninterrupted))
+    assert events_without_time(folder) == events_without_time(uninterrupted)
 
 
-def test_killed_at_random_moments_and_resumed_it_ends_with_the_same_bits(tmp_path, uninterrupted):
-    length = uninterrupted[1]
-    kill_and_resume(tmp_path, uninterrupted, [random.uniform(0.1, 0.7) * length for _ in range(3)])
+def test_killed_three_times_at_random_moments_it_ends_with_the_same_bits(tmp_path, uninterrupted):
+    expected, length = uninterrupted
+    killed(tmp_path, random.uniform(0.3, 0.6) * length)
+    for _ in range(2):
+        killed(tmp_path, random.uniform(0, 0.3) * length)
+    ends_like(tmp_path, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("point", range(20))
 def test_killed_at_any_of_twenty_random_moments_it_ends_with_the_same_bits(tmp_path, uninterrupted, point):
-    length = uninterrupted[1]
-    kill_and_resume(tmp_path, uninterrupted, [random.uniform(0, 1) * length])
+    expected, length = uninterrupted
+    delay, attempt = random.uniform(0, length), 0
+    while not killed(tmp_path / str(attempt), delay):
+        delay, attempt = 0.8 * delay, attempt + 1
+    ends_like(tmp_path / str(attempt), expected)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -101,6 +109,27 @@ def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path,
     assert code == 0, output
     assert "Continuing" in output
     assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+
+
+def test_a_loss_that_is_not_a_number_fails_with_the_place_and_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--epochs", "1", "--lr", "1e30"]) == 1
+    message = capsys.readouterr().err
+    assert "finetune: the loss or a weight became infinite or NaN in task 1" in message
+    assert "No checkpoint was written yet" in message
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_continues_to_the_same_bits(tmp_path, uninterrupted):
+    expected, length = uninterrupted
+    killed(tmp_path, 0.6 * length)
+    folder = tmp_path / "runs" / "quick" / "checkpoints"
+    newest = max(folder.glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    (tmp_path / "runs" / "quick" / "result.json").unlink(missing_ok=True)
+    code, output = finish(start(tmp_path))
+    assert code == 0, output
+    assert f"Checkpoint {int(newest.stem)} is damaged" in output
+    assert comparable(result(tmp_path)) == comparable(result(expected))
 
 
 def test_a_full_disk_is_one_clear_line_and_the_same_command_continues_later(tmp_path, uninterrupted):
@@ -188,6 +217,7 @@ def test_verify_passes_on_an_untouched_run_and_fails_when_a_guaranteed_weight_mo
     [
         (["run", "nosuch"], "no preset is called 'nosuch'. There are: digits"),
         (["run", "--epochs", "0"], "epochs must be at least 1"),
+        (["run", "--rho", "2"], "rho must be above 0 and at most 1"),
         (["run", "--seed", "-1"], "a seed is 0 or more"),
         (["run", "--name", "../elsewhere"], "plain folder name"),
         (["run", "--method", "finetune", "--mu", "3"], "--mu is a setting of agscl"),

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from loops import blobs, mlp
 from torch.nn.parallel import DistributedDataParallel
 
 from agscl import AGSCL, MultiHead
+from loops import blobs, mlp
 
 
 def _rank(rank: int, port: int, folder: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import blobs, learn, mlp
 from torch import nn
 
 from agscl import AGSCL, FineTune, MultiHead
+from loops import blobs, learn, mlp
 
 
 def test_features_are_found_from_the_trunk_also_through_convolutions():
@@ -31,7 +31,7 @@ def test_a_head_may_be_a_module_or_a_dict_of_heads():
 
 @pytest.mark.parametrize("outputs", [0, -1, 2.5, True, {}, "ten"])
 def test_a_head_without_outputs_is_refused(outputs):
-    with pytest.raises((ValueError, TypeError), match="head|outputs"):
+    with pytest.raises((ValueError, TypeError), match=r"head|outputs"):
         MultiHead(mlp()).add_head("a", outputs)
 
 
@@ -39,7 +39,7 @@ def test_names_are_checked():
     model = MultiHead(mlp())
     model.add_head("a", 2)
     for name in ("a", "", "a.b", "keys"):
-        with pytest.raises(ValueError, match="task|Task"):
+        with pytest.raises(ValueError, match=r"task|Task"):
             model.add_head(name, 2)
     with pytest.raises(KeyError, match="add_head"):
         model(torch.randn(2, 16), "b")
