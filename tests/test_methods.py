@@ -573,3 +573,28 @@ def test_lbfgs_which_calls_its_closure_many_times_works():
     method.end_epoch()
     method.end_task(blobs(0))
     assert last < first
+
+
+def test_a_network_the_graph_refuses_leaves_the_method_as_it_was():
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.GELU()), features=32)
+    optimizer = adam(model)
+    method = AGSCL(model, **SETTINGS, example_input=torch.zeros(1, 16))
+    model.add_head("t0", 3)
+    with pytest.raises(ValueError, match="ReLU"):
+        method.begin_task("t0", optimizer)
+    assert method.task is None
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_the_graph_from_an_example_input_is_the_one_from_the_first_forward_pass():
+    results = []
+    for example in ({}, {"example_input": torch.zeros(1, 16)}):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(), features=32)
+        optimizer = adam(model)
+        method = AGSCL(model, **SETTINGS, **example)
+        for number in range(2):
+            learn(method, optimizer, number)
+        results.append(bits(model))
+    assert same(*results)

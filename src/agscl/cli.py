@@ -193,17 +193,18 @@ def main(arguments: list[str] | None = None) -> int:
     from agscl.tasks import DataMissing
     from agscl.terminal import say
 
-    warnings.showwarning = lambda message, *_, **__: say(f"Note: {message}")
     commands: dict[str, Callable[..., Any]] = {"run": run, "verify": verify, "inspect": inspect}
     try:
-        return int(
-            tyro.extras.subcommand_cli_from_dict(
-                commands,
-                prog="agscl",
-                description="Continual learning you can verify. Start with: agscl run",
-                args=_allow_bare_resume(sys.argv[1:] if arguments is None else arguments),
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"Note: {message}")
+            return int(
+                tyro.extras.subcommand_cli_from_dict(
+                    commands,
+                    prog="agscl",
+                    description="Continual learning you can verify. Start with: agscl run",
+                    args=_allow_bare_resume(sys.argv[1:] if arguments is None else arguments),
+                )
             )
-        )
     except (WrongUse, DifferentConfig, DataMissing) as error:
         return _complain(error, WRONG_USE)
     except RunError as error:

@@ -170,6 +170,7 @@ class Method:
         try:
             self._join(optimizers)
             self._begin()
+            self._begun()
         except BaseException:
             self._leave()
             self.tasks, self.task = tasks[:-1], None
@@ -268,6 +269,7 @@ class Method:
     # What a method does; each is nothing here -------------------------------------------------------------------------
 
     def _begin(self) -> None: ...
+    def _begun(self) -> None: ...
     def _end_epoch(self) -> None: ...
     def _end(self, batches: Iterable[Any], forward: Forward) -> None: ...
     def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
@@ -442,10 +444,7 @@ class NodeMethod(Method):
             )
         return self._graph
 
-    def begin_task(
-        self, task: str, *optimizers: Optimizer, epochs: int | None = None, steps_per_epoch: int | None = None
-    ) -> None:
-        super().begin_task(task, *optimizers, epochs=epochs, steps_per_epoch=steps_per_epoch)
+    def _begun(self) -> None:
         self._watching = True
         if self._graph is None and self._example is not None:
             self._build(self._example)
@@ -464,30 +463,36 @@ class NodeMethod(Method):
         if not self._watching or self.task is None:
             return
         arguments = inspect.signature(self.model.forward).bind(*args, **kwargs).args
-        self._watching = False
-        try:
-            if self._graph is None:
-                self._build(arguments)
-            elif not self._head_known():
+        if self._graph is None:
+            self._build(arguments)
+        elif not self._head_known():
+            with self._looking_away():
                 self._graph.read_head(arguments, self.tasks)
-                self._watching = not self._head_known()
-        except BaseException:
-            self._watching = True
-            raise
+        self._watching = not self._head_known()
+
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """While the graph is measured, its own forward passes are not the loop's."""
+        self._watching, before = False, self._watching
+        try:
+            yield
+        finally:
+            self._watching = before
 
     def _head_known(self) -> bool:
         assert self.task is not None
         return self.graph.knows(self.heads.of(self.task, self.tasks))
 
     def _build(self, example: Any) -> None:
-        self._graph = NodeGraph(
-            self.model,
-            example,
-            heads=self.heads.place,
-            exclude=self._exclude,
-            excluded=self._excluded,
-            tasks=self.tasks,
-        )
+        with self._looking_away():
+            self._graph = NodeGraph(
+                self.model,
+                example,
+                heads=self.heads.place,
+                exclude=self._exclude,
+                excluded=self._excluded,
+                tasks=self.tasks,
+            )
         first = example[0] if isinstance(example, tuple) else example
         if isinstance(first, Tensor):
             self._input = (list(first.shape[1:]), first.dtype)

@@ -1,0 +1,50 @@
+"""Results are data: figures with the command, commit and machine that made them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def record(path: Path, figures: dict[str, Any]) -> None:
+    """Write figures to `path` as JSON, with what anyone needs to repeat them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", *(os.path.relpath(part) if Path(part).exists() else part for part in sys.argv)])
+    content = {"command": command, "commit": commit(), "machine": machine(), **figures}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"written: {path}")
+
+
+def commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "benchmarks")
+    return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
