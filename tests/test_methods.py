@@ -598,3 +598,15 @@ def test_the_graph_from_an_example_input_is_the_one_from_the_first_forward_pass(
             learn(method, optimizer, number)
         results.append(bits(model))
     assert same(*results)
+
+
+def test_a_state_loaded_and_saved_again_before_any_forward_pass_is_not_lost():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1, steps=range(5), end=False)
+    state = method.state_dict()
+    other = AGSCL(copy.deepcopy(model), **SETTINGS)
+    other.load_state_dict(state, adam(other.model))
+    again = other.state_dict()
+    assert again.keys() == state.keys()
+    assert torch.equal(again["omega"], state["omega"])

@@ -423,10 +423,10 @@ class AGSCL(NodeMethod):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        state["built"] = self._graph is not None
-        if self._graph is None:
-            return state
+        if self._graph is None:  # what was loaded, if anything, waits for the graph
+            return {**(self._state or {"built": False}), **state}
         state |= {
+            "built": True,
             "omega": self.omega.clone(),
             "first": self.first.clone(),
             "anchors": [part.clone() for part in self.anchors],
