@@ -137,6 +137,7 @@ class AGSCL(NodeMethod):
         self._since = 0  # optimizer steps since the last proximal one,
         self._pending: float | Tensor = 0.0  # and of these the ones not skipped on overflow
         self._epoch_steps = 0
+        self._captured = False
         self._proximal_steps = 0
         self._reach: float | Tensor = 0.0  # Σα over the task's proximal steps
         norms = group_norms(self._free.take(), self._free.members) if len(self._free) else torch.zeros(1)
@@ -186,6 +187,8 @@ class AGSCL(NodeMethod):
     def _proximal(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         if optimizer is not self._main:
             return
+        if torch.cuda.is_current_stream_capturing():
+            self._check_capture()
         self._since += 1
         self._epoch_steps += 1
         self._pending = self._pending + (1 if skipped is None else 1 - skipped.reshape(()).clamp(max=1))
@@ -193,9 +196,20 @@ class AGSCL(NodeMethod):
         if isinstance(every, int) and self._steps_per_epoch and self._since >= every:
             self._run_proximal(self._pending / self._steps_per_epoch)
 
+    def _check_capture(self) -> None:
+        """A captured step runs this code once and its kernels many times: nothing may be counted here."""
+        self._captured = True
+        if self.config.prox_every not in ("epoch", "step", 1):
+            raise RuntimeError(
+                f"prox_every={self.config.prox_every} counts steps, which a captured CUDA graph cannot: use 'epoch' with "
+                "end_epoch() outside the graph, or 'step'."
+            )
+        if self.config.prox_every != "epoch" and not self._steps_per_epoch:
+            raise RuntimeError("A captured step cannot count an epoch's steps: give begin_task(…, steps_per_epoch=…).")
+
     def _end_epoch(self) -> None:
         if self.config.prox_every == "epoch" or not self._steps_per_epoch:  # the first epoch is counted
-            if self._since:
+            if self._since or self._captured:
                 self._run_proximal(1.0)
             self._steps_per_epoch = self._steps_per_epoch or self._epoch_steps or None
         self._epoch_steps = 0

@@ -1,0 +1,199 @@
+"""The same promises on a GPU; everything here has a twin that runs on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import bits, blobs, mlp
+from torch import nn
+from zoo import SUPPORTED
+
+from agscl import AGSCL, MultiHead, NodeGraph
+from agscl.proximal import pull, shrink
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(x.cuda(), y.cuda()) for x, y in blobs(number)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_operators_are_exact_there_too(dtype):
+    rows = [torch.randn(64, 20, device="cuda").to(dtype), torch.randn(64, device="cuda").to(dtype)]
+    norms = torch.cat([rows[0].double(), rows[1].double()[:, None]], 1).norm(dim=1)
+    threshold = torch.where(torch.arange(64, device="cuda") % 2 == 0, norms * 1.01, norms * 0.5)
+    small, _ = shrink(rows, threshold)
+    assert bool((small[::2] == 0).all())
+    assert not bool(torch.signbit(small[::2]).any())
+    assert bool((small[1::2] != 0).any(1).all())
+    anchors = [row + 1e-3 for row in rows]
+    back, bias = pull(rows, anchors, torch.full((64,), math.inf, device="cuda"))
+    assert torch.equal(back, anchors[0])
+    assert torch.equal(bias, anchors[1])
+    same, _ = pull(rows, anchors, torch.zeros(64, device="cuda"))
+    assert torch.equal(same, rows[0])
+
+
+@pytest.mark.parametrize("name", list(SUPPORTED))
+def test_the_graph_found_there_is_the_one_found_on_the_cpu(name):
+    entry = SUPPORTED[name]
+    torch.manual_seed(0)
+    model = MultiHead(entry.trunk())
+    model.add_head("a", 3)
+    example = entry.example()
+    here = NodeGraph(model, example)
+    there = NodeGraph(model.cuda(), example.cuda())
+    assert here.layers.keys() == there.layers.keys()
+    for layer in here.layers:
+        assert torch.equal(here.layers[layer].groups, there.layers[layer].groups)
+    for reader in here.readers:
+        assert torch.equal(here.readers[reader].sources, there.readers[reader].sources)
+
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "fused Adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "capturable AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, capturable=True),
+    "tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2, device="cuda"), capturable=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.01),
+}
+
+
+def step(model, optimizer, task, x, y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, task), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("every", ["epoch", "step"])
+def test_old_logits_keep_their_bits_and_no_step_waits_for_the_device(make, every):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(64), features=64).cuda()
+    optimizer = make(model.parameters())
+    method = AGSCL(model, mu=12, lam=math.inf, rho=0.3, prox_every=every)
+    probe = torch.randn(16, 16, device="cuda")
+    old = {}
+    for number in range(3):
+        task, data = f"t{number}", batches(number)
+        model.add_head(task, 3)
+        method.begin_task(task, optimizer, steps_per_epoch=4)
+        for epoch in range(8):
+            for i, (x, y) in enumerate(data):
+                quiet = epoch > 0 or i > 1
+                torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+                step(model, optimizer, task, x, y)
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("error" if epoch > 0 else "default")
+            method.end_epoch()
+            torch.cuda.set_sync_debug_mode("default")
+        method.end_task(data)
+        model.eval()
+        for name, logits in old.items():
+            assert torch.equal(logits, model(probe, name)), name
+        old[task] = model(probe, task).detach()
+        model.train()
+        assert 0 < method.statistics()["free"] < 128
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradscaler_overflow_counts_for_nothing(fused):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(64), features=64).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    method = AGSCL(model, mu=12, lam=1000, rho=0.3, prox_every="step")
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, steps_per_epoch=4)
+    for number, (x, y) in enumerate(batches(0) * 4):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(x, "t0"), y)
+        scaler.scale(loss * (math.inf if number == 5 else 1.0)).backward()
+        before = bits(model)
+        scaler.step(optimizer)
+        scaler.update()
+        if number == 5:
+            assert all(torch.equal(a, b) for a, b in zip(before.values(), bits(model).values(), strict=True))
+    method.end_task(batches(0))
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_a_captured_step_masks_and_shrinks_as_the_plain_one_does(every):
+    def run(captured):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(64), features=64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        method = AGSCL(model, mu=12, lam=1000, rho=0.3, prox_every=every, example_input=torch.zeros(2, 16).cuda())
+        for number in range(2):
+            task, data = f"t{number}", batches(number)
+            torch.manual_seed(number)
+            model.add_head(task, 3)
+            method.begin_task(task, optimizer, steps_per_epoch=4)
+            x, y = data[0][0].clone(), data[0][1].clone()
+            graph = None
+            for at in range(32):
+                x.copy_(data[at % 4][0])
+                y.copy_(data[at % 4][1])
+                if captured and at == 3:
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    optimizer.zero_grad(set_to_none=True)
+                    with torch.cuda.graph(graph):
+                        step(model, optimizer, task, x, y)
+                if graph is not None:
+                    graph.replay()
+                else:
+                    step(model, optimizer, task, x, y)
+                if at % 4 == 3:
+                    method.end_epoch()
+            method.end_task(data)
+        return method, model
+
+    plain, captured = run(False), run(True)
+    assert torch.equal(plain[0].first, captured[0].first)
+    for a, b in zip(bits(plain[1]).values(), bits(captured[1]).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_batchnorm_keeps_the_statistics_of_important_channels():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()
+    )
+    model = MultiHead(trunk, features=64).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    method = AGSCL(model, mu=30, lam=math.inf, rho=0.3)
+    probe = torch.randn(16, 16, device="cuda")
+    for number in range(2):
+        data = batches(number)
+        model.add_head(f"t{number}", 3)
+        method.begin_task(f"t{number}", optimizer)
+        model.train()
+        for _ in range(8):
+            for x, y in data:
+                step(model, optimizer, f"t{number}", x, y)
+            method.end_epoch()
+        method.end_task(data)
+        model.eval()
+        if number == 0:
+            before = model(probe, "t0").detach()
+    assert torch.equal(before, model(probe, "t0"))
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, 4), ("step", None)])
+def test_what_a_captured_step_cannot_do_is_a_clear_error(every, steps):
+    model = MultiHead(mlp(64), features=64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    method = AGSCL(model, prox_every=every, example_input=torch.zeros(2, 16).cuda())
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, steps_per_epoch=steps)
+    x, y = batches(0)[0]
+    step(model, optimizer, "t0", x, y)
+    optimizer.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(model, optimizer, "t0", x, y)
