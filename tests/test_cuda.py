@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import bits, blobs, mlp
 from torch import nn
-from zoo import SUPPORTED
 
 from agscl import AGSCL, MultiHead, NodeGraph
 from agscl.proximal import pull, shrink
+from loops import bits, blobs, mlp
+from zoo import SUPPORTED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -187,7 +187,7 @@ class AGSCL(NodeMethod):
     def _proximal(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         if optimizer is not self._main:
             return
-        if torch.cuda.is_current_stream_capturing():
+        if self.omega.is_cuda and torch.cuda.is_current_stream_capturing():
             self._check_capture()
         self._since += 1
         self._epoch_steps += 1
@@ -201,8 +201,8 @@ class AGSCL(NodeMethod):
         self._captured = True
         if self.config.prox_every not in ("epoch", "step", 1):
             raise RuntimeError(
-                f"prox_every={self.config.prox_every} counts steps, which a captured CUDA graph cannot: use 'epoch' with "
-                "end_epoch() outside the graph, or 'step'."
+                f"prox_every={self.config.prox_every} counts steps, which a captured CUDA graph cannot: use 'epoch', "
+                "with end_epoch() outside the graph, or 'step'."
             )
         if self.config.prox_every != "epoch" and not self._steps_per_epoch:
             raise RuntimeError("A captured step cannot count an epoch's steps: give begin_task(…, steps_per_epoch=…).")
