@@ -12,8 +12,8 @@ from typing import Any
 
 from measured import record
 
-from agscl.cli import config_of
 from agscl.experiments.execute import execute
+from agscl.experiments.presets import configure
 from agscl.runs import Run
 
 KEPT = ("accuracies", "average_accuracy", "plasticity", "stability", "forgetting", "statistics", "memory")
@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs: list[dict[str, Any]] = []
     for seed in range(arguments.seeds):
-        config = config_of("digits", method="agscl", seed=seed)
+        config = configure("digits", method="agscl", seed=seed)
         with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
             result = execute(config, run, checkpoint_every=1e9, threads=1)
         methods = {name: {key: outcome[key] for key in KEPT} for name, outcome in result["methods"].items()}

@@ -1,6 +1,8 @@
+import base64
 import json
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,10 @@ import torch
 from torch import nn
 
 from agscl.cli import main
-from agscl.experiments.execute import comparable
-from agscl.runs import Checkpoints
+from agscl.experiments.execute import Interrupted, comparable, execute
+from agscl.experiments.methods import METHODS
+from agscl.experiments.presets import configure
+from agscl.runs import Checkpoints, Run, is_finished
 from agscl.runs.events import read_events
 
 QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quick", "--checkpoint-every", "0.1"]
@@ -81,9 +85,9 @@ def ends_like(folder: Path, uninterrupted: Path) -> None:
 
 def test_killed_three_times_at_random_moments_it_ends_with_the_same_bits(tmp_path, uninterrupted):
     expected, length = uninterrupted
-    killed(tmp_path, random.uniform(0.3, 0.6) * length)
-    for _ in range(2):
-        killed(tmp_path, random.uniform(0, 0.3) * length)
+    for share in (0.4, 0.3, 0.2):  # a continued run has less than the whole ahead of it
+        assert killed(tmp_path, random.uniform(0, share) * length), "the run ended before it was killed"
+        assert not is_finished(tmp_path / "runs" / "quick")
     ends_like(tmp_path, expected)
 
 
@@ -116,7 +120,7 @@ def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path,
 
 def test_a_loss_that_is_not_a_number_fails_with_the_place_and_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--epochs", "1", "--lr", "1e30"]) == 1
+    assert main(["run", "--epochs", "1", "--lr", "1e30", "--checkpoint-every", "1000"]) == 1
     message = capsys.readouterr().err
     assert "finetune: the loss or a weight became infinite or NaN in task 1" in message
     assert "No checkpoint was written yet" in message
@@ -204,17 +208,106 @@ def test_a_run_of_another_configuration_needs_a_name_of_its_own(finished, capsys
     assert "--name" in message
 
 
-def test_verify_passes_on_an_untouched_run_and_fails_when_a_guaranteed_weight_moved(tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def frozen_for_good(tmp_path_factory):
+    """A finished run whose certificates are all guaranteed."""
+    folder = tmp_path_factory.mktemp("guaranteed")
+    code, output = finish(start(folder, *QUICK, "--set", "lam=inf", "mu=20"))
+    assert code == 0, output
+    return folder
+
+
+@pytest.fixture
+def guaranteed(frozen_for_good, tmp_path, monkeypatch):
+    """A copy of it, to be tampered with."""
+    shutil.copytree(frozen_for_good, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    assert main([*QUICK, "--lam", "inf", "--lr", "0.01", "--mu", "20"]) == 0
-    assert main(["verify", "quick"]) == 0
-    checkpoints = Checkpoints(Path("runs/quick/checkpoints"))
-    state = checkpoints.load()
-    state["trainer"]["model"]["heads." + result(tmp_path)["tasks"][0] + ".bias"] += 1
-    checkpoints.save(state)
+    return tmp_path / "runs" / "quick"
+
+
+def verdict(capsys, run: str = "quick") -> tuple[int, list[str]]:
     capsys.readouterr()
+    code = main(["verify", run])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def edit_certificate(run: Path, number: int, change) -> None:
+    path = run / "certificates" / f"{number:02d}.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_verify_ends_with_ok_on_an_untouched_run_and_finds_the_same_bits_on_the_probe(guaranteed, capsys):
+    code, lines = verdict(capsys)
+    assert code == 0
+    assert lines[-1].startswith("OK: all that is guaranteed since each of 5 tasks is in place")
+    assert sum("outputs on the probe, the same bits as when it was learned" in line for line in lines) == 5
+
+
+def test_verify_fails_when_a_guaranteed_weight_moved(guaranteed, capsys):
+    checkpoints = Checkpoints(guaranteed / "checkpoints")
+    state = checkpoints.load()
+    task = json.loads((guaranteed / "result.json").read_text())["tasks"][0]
+    state["trainer"]["model"][f"heads.{task}.bias"] += 1
+    checkpoints.save(state)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert f"FAILED: the head of task {task!r} is not the certified one" in lines
+    assert lines[-1].startswith("FAILED: ")
+    assert any("outputs of task" in line for line in lines), "the second witness saw it too"
+
+
+def test_verify_fails_when_the_outputs_on_the_probe_are_not_those_of_a_guaranteed_certificate(guaranteed, capsys):
+    def forge(content):
+        (output,) = content["probe"]["outputs"].values()
+        output["data"] = base64.b64encode(bytes(len(base64.b64decode(output["data"])))).decode()
+
+    edit_certificate(guaranteed, 1, forge)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert any(line.startswith("FAILED: outputs of task") and "on the probe differ by up to" in line for line in lines)
+
+
+def test_elsewhere_verify_reports_the_largest_difference_and_does_not_ask_for_bits(guaranteed, capsys):
+    def elsewhere(content):
+        content["probe"]["environment"]["torch"] = "0.1"
+
+    for number in range(1, 6):
+        edit_certificate(guaranteed, number, elsewhere)
+    code, lines = verdict(capsys)
+    assert code == 0
+    assert any("computed otherwise than the certificates (torch 0.1 then" in line for line in lines)
+
+
+def test_verify_of_a_run_stopped_within_a_task_says_to_finish_it_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = configure("digits", method="agscl", epochs=1, reference=False)
+    steps = iter(range(10**6))
+    with Run(Path("runs/quick")) as run, pytest.raises(Interrupted):
+        execute(config, run, checkpoint_every=1e9, threads=1, stop=lambda: next(steps) > 25)
     assert main(["verify", "quick"]) == 1
-    assert capsys.readouterr().out
+    assert "is in the middle of task 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["ewc", "packnet", "hat", "separate"])
+def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run:
+        execute(configure("digits", method=method, epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+    code, lines = verdict(capsys)
+    assert code == 0
+    assert lines[-1].startswith("OK: ")
+    kept = sum("the same bits as when it was learned" in line for line in lines)
+    assert kept == (1 if method == "ewc" else 5)
+
+
+def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run:
+        execute(configure("digits", method="joint", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+    assert main(["verify", "quick"]) == 1
+    assert "nothing is certified" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -222,10 +315,15 @@ def test_verify_passes_on_an_untouched_run_and_fails_when_a_guaranteed_weight_mo
     [
         (["run", "nosuch"], "no preset is called 'nosuch'. There are: digits"),
         (["run", "--epochs", "0"], "epochs must be at least 1"),
-        (["run", "--rho", "2"], "rho must be above 0 and at most 1"),
+        (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, ewc"),
+        (["run", "--set", "rho=2"], "rho must be above 0 and at most 1"),
+        (["run", "--set", "rho"], "--set takes KEY=VALUE"),
+        (["run", "--set", "rho=much"], "rho is a number, not 'much'"),
+        (["run", "--set", "prox_every=day"], "prox_every is epoch or step or a whole number, not 'day'"),
         (["run", "--seed", "-1"], "a seed is 0 or more"),
         (["run", "--name", "../elsewhere"], "plain folder name"),
-        (["run", "--method", "finetune", "--mu", "3"], "--mu is a setting of agscl"),
+        (["run", "--method", "finetune", "--set", "mu=3"], "finetune has no setting 'mu'. It has: epochs"),
+        (["run", "--method", "ewc", "--set", "mu=3"], "ewc has no setting 'mu'. It has: batchnorm, lam, fisher"),
         (["run", "--device", "abacus"], "device 'abacus' is not to be had"),
         (["run", "--resume", "nosuch"], "no run is called 'nosuch'"),
         (["run", "--resume"], "no unfinished run"),
@@ -238,6 +336,8 @@ def test_verify_passes_on_an_untouched_run_and_fails_when_a_guaranteed_weight_mo
         (["inspect", "test_cli:raises"], "failed: ImportError: no flux capacitor"),
         (["inspect", "test_cli:number"], "returned int; expected a model"),
         (["inspect", "test_cli:convolution"], "--input-shape"),
+        (["inspect", "test_cli:classifier"], "agscl inspect test_cli:classifier --heads 2"),
+        (["inspect", "test_cli:two_linear"], "trunk.0: no ReLU reads its outputs"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
@@ -258,7 +358,7 @@ def test_arguments_that_cannot_be_read_exit_with_2(arguments):
     assert left.value.code == 2
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["verify"], ["inspect"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["compare"], ["verify"], ["inspect"], ["methods"]])
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as left:
         main([*command, "--help"])
@@ -284,6 +384,19 @@ def test_the_bare_library_imports_nothing_but_torch_and_numpy():
     assert done.stderr.startswith("agscl: the command needs")
 
 
+def test_methods_lists_every_method_with_its_line_and_what_it_holds(capsys):
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, each in METHODS.items():
+        (line,) = [line for line in lines if line.split()[:1] == [name] and not line.rstrip()[-1].isdigit()]
+        assert each.about.startswith(line.removeprefix(name).strip()[:30])
+    held = {line.split("  ")[0]: line.split()[-3:] for line in lines if line.rstrip()[-1:].isdigit()}
+    assert held["EWC"] == ["8,350", "16,700", "66,800"]
+    assert held["fine-tuning"] == ["0", "0", "0"]
+    assert held["AGS-CL"][0] == "150"
+    assert max(map(len, lines)) <= 80
+
+
 def raises() -> nn.Module:
     raise ImportError("no flux capacitor")
 
@@ -300,6 +413,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU())
 
 
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+
+
+def two_linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.ReLU())
+
+
 def with_example() -> tuple[nn.Module, torch.Tensor]:
     return convolution(), torch.zeros(2, 3, 8, 8)
 
@@ -308,6 +429,7 @@ def with_example() -> tuple[nn.Module, torch.Tensor]:
     ("arguments", "nodes"),
     [
         (["test_cli:mlp"], 9),
+        (["test_cli:classifier", "--heads", "2"], 5),
         (["test_cli:with_example"], 4),
         (["test_cli:convolution", "--input-shape", "3", "8", "8"], 4),
     ],

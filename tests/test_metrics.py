@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agscl.analysis import metrics
-from agscl.analysis.memory import at_most, node_wise, weight_wise
+from agscl.analysis.memory import at_most, held, weight_wise
 
 FORGETS = [[0.9], [0.6, 0.8], [0.3, 0.4, 1.0]]
 
@@ -61,5 +61,5 @@ def test_weight_wise_methods_hold_a_number_for_every_weight_and_agscl_one_for_ev
     assert weight_wise(1000)["EWC"].importances == 1000
     assert weight_wise(1000)["RWALK"].everything == 3000
     assert at_most(nodes=10, weights=1000).importances == 10
-    held = node_wise({"importances": 10, "anchors": 300, "masks": 10, "digest_bytes": 160, "bytes": 99999})
-    assert (held.importances, held.everything) == (10, 320)
+    kept = held({"importances": 10, "anchors": 300, "masks": 10, "digest_bytes": 160, "bytes": 99999})
+    assert (kept.importances, kept.everything) == (10, 320)

@@ -1,4 +1,4 @@
-"""The command `agscl`: run, verify, inspect.
+"""The command `agscl`: run, compare, verify, inspect, methods.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by a signal.
 """
@@ -9,13 +9,14 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 with contextlib.suppress(ImportError):  # `main` says what is missing
     import tyro
@@ -40,16 +41,14 @@ def run(
     preset: Annotated[str, _shown("PRESET")] = "digits",
     /,
     *,
-    method: Literal["agscl", "finetune"] = "agscl",
+    method: Annotated[str, _shown("METHOD")] = "agscl",
     seed: Annotated[int, _shown("N")] = 0,
     name: Annotated[str | None, _shown("NAME", "(default: made from preset, method, seed and changes)")] = None,
     resume: Annotated[str | None, _shown("[NAME]", "")] = None,
     epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     batch_size: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     lr: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
-    mu: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
-    lam: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
-    rho: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
+    set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
     threads: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
@@ -61,31 +60,29 @@ def run(
 
     Args:
         preset: The experiment: digits (5 tasks of 2 digits, no download) or omniglot5 (needs AGSCL_DATA).
-        method: What is compared with fine-tuning; finetune runs the reference alone.
+        method: What is compared with fine-tuning; `agscl methods` lists them. finetune runs the reference alone.
         seed: Draws the tasks, the first weights and the order of the batches.
         name: The run's folder under --runs.
         resume: Continue the run of this name with the settings stored in it; alone, the newest unfinished run.
         epochs: Epochs per task.
         batch_size: Examples per step.
         lr: Learning rate at the start of each task.
-        mu: AGS-CL: how strongly free nodes are drawn to zero.
-        lam: AGS-CL: how strongly important nodes are held; inf freezes them for good.
-        rho: AGS-CL: share of the free nodes that start anew after each task.
+        set: Settings of the method or of training, e.g. --set mu=20 lam=inf patience=5.
         device: Where to train, e.g. cpu or cuda.
         threads: CPU threads; a resumed run keeps the number it was started with.
         runs: The folder that holds all runs.
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
     """
     from agscl.experiments.execute import Interrupted, execute
-    from agscl.experiments.presets import PRESETS, RunConfig
+    from agscl.experiments.presets import PRESETS, RunConfig, configure
     from agscl.runs import Run, is_finished
     from agscl.runs.folder import read_json
     from agscl.terminal import Progress, say, summary
 
-    overrides = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "mu": mu, "lam": lam, "rho": rho}
-    changed = {key: value for key, value in overrides.items() if value is not None}
+    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _settings(method, set)
     if resume is None:
-        config = _configure(preset, method, seed, device, changed)
+        with _as_wrong_use():
+            config = configure(preset, method=method, seed=seed, device=device, **changed)
         folder = runs / (name or _default_name(config, changed))
     else:
         folder = _resumable(runs, resume)
@@ -97,8 +94,8 @@ def run(
                 f"--resume takes every setting from {folder}/config.json; "
                 f"leave out {', '.join([*ignored, *changed, *(['name'] if name else [])])}"
             )
-    if folder.name in ("", ".", "..") or folder.parent != runs:
-        raise WrongUse(f"a run's name is a plain folder name, not {name!r}")
+    if resume is None:
+        _check_name(folder, runs)
 
     if is_finished(folder):
         with Run(folder) as finished:
@@ -129,16 +126,123 @@ def run(
     return DONE
 
 
+def compare(
+    preset: Annotated[str, _shown("PRESET")] = "digits",
+    /,
+    *,
+    methods: Annotated[str, _shown("all|NAME,NAME,...")] = "all",
+    seeds: Annotated[int, _shown("N")] = 3,
+    jobs: Annotated[int | None, _shown("N", "(default: one per core)")] = None,
+    name: Annotated[str | None, _shown("NAME", "(default: made from preset and changes)")] = None,
+    epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    batch_size: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    lr: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
+    device: Annotated[str, _shown("DEVICE")] = "cpu",
+    runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
+    checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
+) -> int:
+    """Run several methods on several seeds, side by side, and compare them: mean ± standard deviation.
+
+    The same command goes on where it was stopped or killed: finished runs are not repeated, others continue. With more
+    methods or more seeds it runs only what is new.
+
+    Args:
+        preset: The experiment, as for agscl run.
+        methods: Names separated by commas, or all; `agscl methods` lists them. Fine-tuning is always among them.
+        seeds: How many seeds: 0, 1, 2, …
+        jobs: Runs at a time; each takes one thread.
+        name: The comparison's folder under --runs.
+        epochs: Epochs per task.
+        batch_size: Examples per step.
+        lr: Learning rate at the start of each task.
+        device: Where to train, e.g. cpu or cuda.
+        runs: The folder that holds all runs.
+        checkpoint_every: Seconds between two checkpoints of a run.
+    """
+    from agscl.experiments import compare as comparing
+    from agscl.experiments.execute import Interrupted
+    from agscl.experiments.methods import METHODS, listed
+    from agscl.runs.folder import read_json
+    from agscl.terminal import Comparing, comparison, percent, say
+
+    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr)
+    jobs = len(os.sched_getaffinity(0)) if jobs is None and hasattr(os, "sched_getaffinity") else jobs or os.cpu_count()
+    if seeds < 1 or jobs is None or jobs < 1:
+        raise WrongUse("--seeds and --jobs must be at least 1")
+    folder = runs / (name or _named(f"compare-{preset}", device, changed))
+    _check_name(folder, runs)
+    if (folder / "config.json").exists():
+        raise WrongUse(f"{folder} is a run, not a comparison: give this one a --name of its own")
+    with _as_wrong_use():
+        names = list(METHODS) if methods == "all" else [each for each in methods.split(",") if listed(each)]
+        plan = comparing.plan(preset, names, seeds, folder, device=device, **changed)
+
+    failed: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    finished = sum(job.finished for job in plan)
+    if finished:
+        say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
+    with _signals() as stopped, Comparing(plan) as progress:
+
+        def ended(job: comparing.Job, how: comparing.Ended) -> None:
+            title = METHODS[job.config.method].title
+            for note in how.notes:  # much the same for each seed
+                notes.setdefault(f"{title} {re.sub('[0-9.e-]+', '', note)}", f"Note on {job}: {note}")
+            if how.failed is not None:
+                failed[str(job)] = how.failed
+                progress.ended(job, "failed")
+                return
+            result = read_json(job.folder / "result.json")
+            average = result["methods"][job.config.method]["average_accuracy"]
+            progress.ended(job, f"average accuracy {percent(average)}")
+
+        try:
+            comparing.run_all(
+                plan, processes=jobs, checkpoint_every=checkpoint_every, stop=stopped, watch=progress.show, ended=ended
+            )
+        except Interrupted:
+            progress.close()
+            say("Stopped; checkpoints are stored. The same command continues.")
+            return STOPPED
+    for note in notes.values():
+        say(note)
+    compared = comparing.collect(plan)
+    path = comparing.store(folder, preset, compared, failed)
+    if compared:
+        comparison(compared)
+    say(f"\nstored in {path}")
+    for job, reason in failed.items():
+        say(f"FAILED {job}: {reason}")
+    return FAILED if failed else DONE
+
+
+def methods() -> int:
+    """List every method: what it does, and what it holds in memory between tasks."""
+    import torch
+
+    from agscl.experiments.execute import memory_after
+    from agscl.experiments.methods import METHODS
+    from agscl.terminal import methods as show
+
+    torch.set_num_threads(1)  # so small a network is faster on one core
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an epoch is too short for most of them, which is no matter here
+        memory = {name: memory_after("digits", name) for name, listed in METHODS.items() if not listed.bound}
+    show(memory, "after the 5 tasks of digits, one epoch each; an entry of a mask is a number")
+    return DONE
+
+
 def verify(run: Annotated[str, _shown("RUN")], /, *, runs: Annotated[Path, _shown("FOLDER")] = Path("runs")) -> int:
     """Check a run's certificates against its stored weights: has anything that was to stay put moved?
 
-    Exit code 0 when all that is guaranteed is still in place, 1 when something moved.
+    The outputs of all heads on the certificates' probe are computed again, as a second witness. The last line says OK
+    or FAILED; exit code 0 when all that is guaranteed is still in place, 1 when something moved.
 
     Args:
         run: The run's name, or the path of its folder.
         runs: The folder that holds all runs.
     """
-    from agscl.experiments.execute import verify_run
+    from agscl.experiments.verify import verify_run
     from agscl.terminal import say
 
     verdict = verify_run(_existing(runs, run))
@@ -169,12 +273,13 @@ def inspect(
     from agscl.nodes import NodeGraph, NodeGraphError
     from agscl.terminal import say, storage
 
-    model, example = _build(factory, input_shape)
-    model, example = _with_a_head(model, example, heads)
+    bare, given = _build(factory, input_shape)
+    model, example = _with_a_head(bare, given, heads)
     try:
         graph = NodeGraph(model, example, heads=heads, exclude=exclude)
     except NodeGraphError as error:
-        raise WrongUse(str(error)) from error
+        hint = _about_the_output_layer(factory, input_shape, bare, given, error.layer)
+        raise WrongUse(hint or str(error)) from error
     except Exception as error:  # whatever the user's own model raises
         raise WrongUse(f"the model's nodes could not be found: {type(error).__name__}: {error}") from error
     say(str(graph))
@@ -193,7 +298,13 @@ def main(arguments: list[str] | None = None) -> int:
     from agscl.tasks import DataMissing
     from agscl.terminal import say
 
-    commands: dict[str, Callable[..., Any]] = {"run": run, "verify": verify, "inspect": inspect}
+    commands: dict[str, Callable[..., Any]] = {
+        "run": run,
+        "compare": compare,
+        "verify": verify,
+        "inspect": inspect,
+        "methods": methods,
+    }
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"Note: {message}")
@@ -227,54 +338,48 @@ def _allow_bare_resume(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _configure(preset: str, method: str, seed: int, device: str, changed: dict[str, Any]) -> RunConfig:
-    import torch
-
-    from agscl.experiments.execute import build
-    from agscl.experiments.presets import PRESETS, RunConfig
-
-    if preset not in PRESETS:
-        known = "; ".join(f"{name} ({each.about})" for name, each in PRESETS.items())
-        raise WrongUse(f"no preset is called {preset!r}. There are: {known}")
-    if seed < 0:
-        raise WrongUse(f"a seed is 0 or more, not {seed}")
+@contextlib.contextmanager
+def _as_wrong_use() -> Iterator[None]:
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise WrongUse(f"device {device!r} is not to be had here: {str(error).splitlines()[0]}") from error
-    chosen = PRESETS[preset]
-    settings = dict(chosen.methods[method])
-    if method == "agscl":
-        settings["seed"] = seed
-    training = {key: value for key, value in changed.items() if key in ("epochs", "batch_size", "lr")}
-    for key in ("mu", "lam", "rho"):
-        if key in changed:
-            if key not in settings:
-                raise WrongUse(f"--{key} is a setting of agscl, not of {method}")
-            settings[key] = changed[key]
-    try:
-        config = RunConfig(
-            preset=preset,
-            method=method,
-            seed=seed,
-            device=device,
-            tasks=chosen.tasks,
-            task_options=chosen.task_options,
-            network=chosen.network,
-            network_options=chosen.network_options,
-            training=replace(chosen.training, **training),
-            settings=settings,
-        )
-        build(config, method)
+        yield
     except ValueError as error:
         raise WrongUse(str(error)) from error
-    return config
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _settings(method: str, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """What `--set` says, each value in the type of its setting."""
+    from agscl.experiments.methods import read_setting
+    from agscl.experiments.presets import changeable
+
+    with _as_wrong_use():
+        kinds = changeable(method)
+        found = {}
+        for pair in pairs:
+            key, equals, text = pair.partition("=")
+            if not equals:
+                raise WrongUse(f"--set takes KEY=VALUE, e.g. lam=400, not {pair!r}")
+            if key not in kinds:
+                raise WrongUse(f"{method} has no setting {key!r}. It has: {', '.join(kinds)}")
+            found[key] = read_setting(kinds[key], key, text)
+    return found
+
+
+def _check_name(folder: Path, runs: Path) -> None:
+    if folder.name in ("", ".", "..") or folder.parent != runs:
+        raise WrongUse(f"a run's name is a plain folder name, not {os.path.relpath(folder, runs)!r}")
 
 
 def _default_name(config: RunConfig, changed: dict[str, Any]) -> str:
-    name = f"{config.preset}-{config.method}-seed{config.seed}"
-    if config.device != "cpu":
-        name += f"-{config.device.replace(':', '')}"
+    return _named(f"{config.preset}-{config.method}-seed{config.seed}", config.device, changed)
+
+
+def _named(name: str, device: str, changed: dict[str, Any]) -> str:
+    if device != "cpu":
+        name += f"-{device.replace(':', '')}"
     if changed:
         name += "-" + hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
     return name
@@ -367,6 +472,28 @@ def _with_a_head(model: Any, example: Any, heads: str | None) -> tuple[Any, Any]
     if isinstance(example, tuple):
         return model, example
     return model, (example, next(iter(model.heads)))
+
+
+def _about_the_output_layer(factory: str, input_shape: tuple[int, ...], model: Any, example: Any, layer: str) -> str:
+    """How to call `inspect` where the layer that was refused gives the model's own output; otherwise nothing."""
+    import torch
+
+    name, outputs = layer.removeprefix("trunk."), []
+    if not layer.startswith("trunk.") or name not in dict(model.named_modules()):
+        return ""
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        with torch.no_grad():
+            final = model(*example) if isinstance(example, tuple) else model(example)
+    finally:
+        handle.remove()
+    if not (outputs and isinstance(final, torch.Tensor) and final is outputs[-1]):
+        return ""
+    shape = f" --input-shape {' '.join(map(str, input_shape))}" if input_shape else ""
+    return (
+        f"{name} is the model's output layer, with no ReLU after it: not a layer of nodes but a head. "
+        f"Say so: agscl inspect {factory}{shape} --heads {name}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,26 @@
-"""Measuring how much a node matters: its mean ReLU activation over a task's data."""
+"""Measuring how much a node matters (its mean activation), or a weight (Fisher information, output sensitivity)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from agscl.nodes import NodeGraph
 from agscl.probing import relu_watch, undisturbed
 
-__all__ = ["mean_activations"]
+__all__ = ["Score", "mean_activations", "mean_gradients"]
+
+Score = Callable[[Any], tuple[Tensor, Tensor]]
+
+_CHUNK = 256  # samples differentiated side by side at the most
+_FLOATS = {"cpu": 2**25}  # numbers that their gradients may take: 128 MiB in float32,
+_FLOATS_ELSEWHERE = 2**28  # and 1 GiB on an accelerator
 
 
 def mean_activations(
@@ -77,3 +85,138 @@ def mean_activations(
         here.index_put_((mine[mine >= 0],), part[mine >= 0], accumulate=True)
         importance += here / count / share
     return importance
+
+
+def mean_gradients(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    batches: Iterable[Any],
+    score: Score,
+    *,
+    power: Literal[1, 2],
+    batch: int | None = None,
+    train: bool = False,
+) -> dict[str, Tensor]:
+    """Mean over the samples of `batches` of Σ_k w_k·|∂v_k/∂θ|^power, for every parameter by name.
+
+    `score(batch)` runs the model on a batch of one sample and returns the values v (k,) and their weights w (k,). With
+    `batch`, it is given mini-batches of that size instead (cut anew from `batches`) and returns v (1,), their mean
+    value. Over all ranks where torch.distributed runs. Needs data, else it is an error.
+    """
+    sums = {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
+    }
+    runner = _Runner(model, score)
+    weights = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    device = next(iter(parameters.values())).device
+    size = sum(p.numel() for p in parameters.values())
+    room = _FLOATS.get(device.type, _FLOATS_ELSEWHERE) // max(1, size)
+    count = 0
+    with undisturbed(model, train=train):
+        for part, samples in _cut(batches, batch or max(1, min(_CHUNK, room))):
+            if batch is None:
+                found = _per_sample(runner, weights, part, power, min(_CHUNK, room))
+            else:
+                found = _of_mean(runner, list(parameters.values()), part, power)
+                torch._foreach_mul_(found, samples)
+            torch._foreach_add_(list(sums.values()), found)
+            count += samples
+    total = torch.tensor(float(count), device=device)
+    if dist.is_available() and dist.is_initialized():
+        for tensor in (total, *sums.values()):
+            dist.all_reduce(tensor)
+    if not total:
+        raise RuntimeError("`batches` was empty. Importance cannot be measured without the task's data.")
+    return {name: tensor / total for name, tensor in sums.items()}
+
+
+class _Runner(nn.Module):
+    """Runs the score of a model whose parameters `functional_call` can replace."""
+
+    def __init__(self, model: nn.Module, score: Score) -> None:
+        super().__init__()
+        self.model, self.score = model, score
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return self.score(batch)
+
+
+def _per_sample(
+    runner: _Runner, weights: dict[str, Tensor], part: Any, power: Literal[1, 2], room: int
+) -> list[Tensor]:
+    """Σ over the samples of `part` and the values of each, at most `room` gradients at a time."""
+    leaves, shape = tree_flatten(part)
+    samples = _samples(leaves)
+    sliced = [_sliced(leaf, samples) for leaf in leaves]
+
+    def one(row: Tensor, *sample: Any) -> list[Tensor]:
+        """The gradient of one value of one sample, times what makes its size^power count by the value's weight."""
+        batch = tree_unflatten([x.unsqueeze(0) if cut else x for x, cut in zip(sample, sliced, strict=True)], shape)
+
+        def value(w: dict[str, Tensor]) -> Tensor:
+            values, shares = functional_call(runner, w, (batch,))
+            counted: Tensor = values * shares.detach() ** (1 / power)
+            return counted @ row
+
+        return list(grad(value)(weights).values())
+
+    first = tree_unflatten([_slice(leaf, samples, 0, 1) for leaf in leaves], shape)
+    values = runner(first)[0]
+    rows = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    pairs = torch.cartesian_prod(*(torch.arange(n, device=values.device) for n in (samples, len(rows))))
+    total: list[Tensor] | None = None
+    try:
+        for places, numbers in (pair.unbind(1) for pair in pairs.split(max(1, room))):
+            taken = [leaf[places] if cut else leaf for leaf, cut in zip(leaves, sliced, strict=True)]
+            found = vmap(one, in_dims=(0, *(0 if cut else None for cut in sliced)))(rows[numbers], *taken)
+            sums = [torch.linalg.vector_norm(each, power, 0) ** power for each in found]
+            total = sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Gradients per sample could not be taken with torch.func.vmap: {error}\nMeasure by mini-batches instead "
+            "(EWC: fisher='batched'; MAS: batch=20)."
+        ) from error
+    assert total is not None
+    return total
+
+
+def _of_mean(runner: _Runner, parameters: list[nn.Parameter], part: Any, power: Literal[1, 2]) -> list[Tensor]:
+    with torch.enable_grad():
+        values, _ = runner(part)
+        found = torch.autograd.grad(values.sum(), parameters, allow_unused=True, materialize_grads=True)
+    return list(torch._foreach_pow(found, 2) if power == 2 else torch._foreach_abs(found))
+
+
+def _cut(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
+    """The samples of `batches` in parts of `size` (the last one may be smaller), with the number in each."""
+    rest: list[Any] | None = None
+    samples, shape = 0, None
+    for batch in batches:
+        leaves, shape = tree_flatten(batch)
+        new = _samples(leaves)
+        if rest is not None:
+            leaves = [torch.cat([a, b]) if _sliced(b, new) else b for a, b in zip(rest, leaves, strict=True)]
+        samples = _samples(leaves)
+        whole = samples - samples % size
+        for at in range(0, whole, size):
+            yield tree_unflatten([_slice(leaf, samples, at, at + size) for leaf in leaves], shape), size
+        rest = [_slice(leaf, samples, whole, samples) for leaf in leaves] if whole < samples else None
+    if rest is not None and shape is not None:
+        yield tree_unflatten(rest, shape), samples % size
+
+
+def _samples(leaves: list[Any]) -> int:
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise TypeError("A batch must be a tensor of samples, or a tuple, list or dict with one.")
+
+
+def _sliced(leaf: Any, samples: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
+
+
+def _slice(leaf: Any, samples: int, start: int, stop: int) -> Any:
+    return leaf[start:stop] if _sliced(leaf, samples) else leaf

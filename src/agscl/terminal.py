@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import rich.progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agscl.analysis.memory import Held, at_most, node_wise, weight_wise
+from agscl.analysis.memory import Held, at_most, held, weight_wise
+from agscl.experiments.methods import METHODS
 
 if TYPE_CHECKING:
+    from agscl.experiments.compare import Job
     from agscl.experiments.presets import RunConfig
     from agscl.nodes import NodeGraph
 
-TITLES = {"agscl": "AGS-CL", "finetune": "fine-tuning"}
+TITLES = {name: listed.title for name, listed in METHODS.items()}
 WIDEST_MATRIX = 10
 """With more tasks than that a matrix no longer fits 80 columns."""
 
@@ -33,14 +35,12 @@ def say(line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-class Progress:
-    """A bar per method on a terminal; otherwise one line per task."""
+class _Live:
+    """Bars on a terminal; nothing elsewhere."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._epochs = config.training.epochs
-        self._bars: dict[str, rich.progress.TaskID] = {}
+    def __init__(self, width: int) -> None:
         self._live = rich.progress.Progress(
-            "[bold]{task.description:<12}",
+            f"[bold]{{task.description:<{width}}}",
             rich.progress.BarColumn(bar_width=24),
             "{task.percentage:>3.0f} %",
             rich.progress.TimeRemainingColumn(),
@@ -49,7 +49,7 @@ class Progress:
             disable=not console.is_terminal,
         )
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
@@ -60,6 +60,15 @@ class Progress:
 
     def close(self) -> None:
         self._live.stop()
+
+
+class Progress(_Live):
+    """A bar per method on a terminal; otherwise one line per task."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(12)
+        self._epochs = config.training.epochs
+        self._bars: dict[str, rich.progress.TaskID] = {}
 
     def show(self, event: dict[str, Any]) -> None:
         title = TITLES[event["method"]]
@@ -79,6 +88,84 @@ class Progress:
             self._live.update(self._bars[event["method"]], completed=event["progress"], note=note)
 
 
+class Comparing(_Live):
+    """A bar for all runs of a comparison and one for each under way; a line for each that has ended."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        super().__init__(21)
+        self._jobs = jobs
+        self._ended = sum(job.finished for job in jobs)
+        self._whole = self._live.add_task("all", total=len(jobs), completed=self._ended, note=self._count())
+        self._bars: dict[Job, rich.progress.TaskID] = {}
+
+    def _count(self) -> str:
+        return f"{self._ended} of {len(self._jobs)} runs"
+
+    def ended(self, job: Job, line: str) -> None:
+        self._ended += 1
+        console.print(Text(f"{job!s:<21} {line}"), soft_wrap=True)
+
+    def show(self, running: list[Job]) -> None:
+        if not console.is_terminal:
+            return
+        for job in [job for job in self._bars if job not in running]:
+            self._live.remove_task(self._bars.pop(job))
+        for job in running:
+            if job not in self._bars and job.progress:
+                self._bars[job] = self._live.add_task(str(job), total=1.0, note="")
+            if job in self._bars:
+                self._live.update(self._bars[job], completed=job.progress)
+        parts = sum(job.progress for job in self._bars)
+        self._live.update(self._whole, completed=self._ended + parts, note=self._count())
+
+
+def comparison(compared: Mapping[str, Any]) -> None:
+    """The end of `agscl compare`: mean ± standard deviation, methods in the order of the paper's table."""
+    seeds = max(len(outcome["seeds"]) for outcome in compared.values())
+    table = _table(
+        f"Mean ± standard deviation over {seeds} seed{'s' if seeds > 1 else ''}",
+        "method",
+        "average acc., %",
+        "plasticity",
+        "stability",
+        "forgetting, %",
+    )
+    for name, outcome in compared.items():
+        short = "" if len(outcome["seeds"]) == seeds else f" ({len(outcome['seeds'])} seeds)"
+        table.add_row(
+            TITLES[name] + short,
+            _spread(outcome["average_accuracy"], 100, 1),
+            _spread(outcome["plasticity"], 1, 3),
+            _spread(outcome["stability"], 1, 3),
+            _spread(outcome["forgetting"], 100, 1),
+        )
+    console.print()
+    console.print(table)
+
+
+def _spread(measured: Mapping[str, Any], scale: float, digits: int) -> str:
+    mean, deviation = measured["mean"], measured["deviation"]
+    if mean is None:
+        return "–"
+    return f"{scale * mean:.{digits}f}" + ("" if deviation is None else f" ± {scale * deviation:.{digits}f}")
+
+
+def methods(memory: Mapping[str, Mapping[str, int]], caption: str) -> None:
+    """What `agscl methods` prints: every method in a line, and what it holds."""
+    table = _table("Methods", "--method", "")
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    for name, listed in METHODS.items():
+        table.add_row(name, listed.about)
+    console.print(table)
+    console.print()
+    table = _table("Held between tasks", "method", "importances", "all numbers", "bytes")
+    for name, kept in memory.items():
+        each = held(kept)
+        table.add_row(TITLES[name], f"{each.importances:,}", f"{each.everything:,}", f"{kept['bytes']:,}")
+    console.print(table)
+    say(caption)
+
+
 def summary(result: dict[str, Any], folder: Path) -> None:
     """The end of `agscl run`."""
     names = [_short(name) for name in result["tasks"]]
@@ -89,12 +176,12 @@ def summary(result: dict[str, Any], folder: Path) -> None:
     console.print()
     console.print(_comparison(methods))
     method, outcome = list(methods.items())[-1]
-    if "sparsity" in outcome["statistics"][-1]:
+    if "used_capacity" in outcome["statistics"][-1] and "nodes" in outcome["statistics"][-1]:
         console.print()
         console.print(_capacity(names, outcome["statistics"]))
-    if outcome["memory"].get("importances"):
+    if outcome["memory"]["bytes"]:
         console.print()
-        console.print(_storage({TITLES[method]: node_wise(outcome["memory"])}, outcome["weights"]))
+        console.print(_storage({TITLES[method]: held(outcome["memory"])}, outcome["weights"]))
     console.print()
     if "certificate" in outcome:
         line = Table.grid(padding=(0, 2))
@@ -147,7 +234,9 @@ def _comparison(methods: dict[str, Any]) -> Table:
     table = _table("At the end", "", *[TITLES[method] for method in methods])
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
         "average accuracy": lambda outcome: percent(outcome["average_accuracy"]),
-        "plasticity (just learned, against fine-tuning)": lambda outcome: f"{outcome['plasticity']:.3f}",
+        "plasticity (just learned, against fine-tuning)": lambda outcome: (
+            "–" if outcome["plasticity"] is None else f"{outcome['plasticity']:.3f}"
+        ),
         "stability (kept of the best)": lambda outcome: f"{outcome['stability']:.3f}",
         "forgetting (lost since the best)": lambda outcome: percent(outcome["forgetting"]),
     }
@@ -170,10 +259,12 @@ def _capacity(names: list[str], statistics: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _storage(held: dict[str, Held], weights: int) -> Table:
+def _storage(kept: dict[str, Held], weights: int) -> Table:
     table = _table("Numbers kept between tasks", "method", "importances", "with anchors and masks")
     table.caption = f"the trunk has {weights:,} weights"
     table.caption_justify = "left"
-    for method, each in {**held, **weight_wise(weights)}.items():
+    for method, each in (
+        kept | {name: each for name, each in weight_wise(weights).items() if name not in kept}
+    ).items():
         table.add_row(method, f"{each.importances:,}", f"{each.everything:,}")
     return table

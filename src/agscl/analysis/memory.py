@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -25,8 +26,8 @@ def weight_wise(weights: int) -> dict[str, Held]:
     }
 
 
-def node_wise(memory: dict[str, int]) -> Held:
-    """What AGS-CL keeps, from its own `memory()`."""
+def held(memory: Mapping[str, int]) -> Held:
+    """What a method keeps, from its own `memory()`."""
     kept = {name: count for name, count in memory.items() if not name.endswith("bytes")}
     return Held(kept.get("importances", 0), sum(kept.values()))
 

@@ -6,6 +6,8 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from agscl import tasks
 from agscl.analysis import metrics
-from agscl.certificate import Certificate, Verdict, verify
-from agscl.experiments.presets import RunConfig
+from agscl.certificate import Certificate, Probe
+from agscl.experiments.methods import METHODS, REFERENCE
+from agscl.experiments.presets import RunConfig, configure
+from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.heads import MultiHead
-from agscl.methods.agscl import AGSCL
 from agscl.methods.base import Method, NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
@@ -25,9 +28,10 @@ from agscl.runs import Run, RunError, digest
 from agscl.runs.folder import read_json
 from agscl.supervised import Trainer, TrainingFailed
 from agscl.supervised.trainer import Event, mixed_seed
+from agscl.tasks import TaskSequence
 
-METHODS: dict[str, type[Method]] = {"agscl": AGSCL, "finetune": FineTune}
-REFERENCE = "finetune"
+PROBED = 16
+"""Random inputs on which a certificate keeps the outputs of all heads."""
 
 
 class Interrupted(Exception):
@@ -35,8 +39,8 @@ class Interrupted(Exception):
 
 
 def methods_of(config: RunConfig) -> list[str]:
-    """What is trained, in order; the reference is needed for plasticity."""
-    return [REFERENCE] if config.method == REFERENCE else [REFERENCE, config.method]
+    """What is trained, in order."""
+    return [REFERENCE, config.method] if config.reference and config.method != REFERENCE else [config.method]
 
 
 def execute(
@@ -64,12 +68,11 @@ def execute(
     for name in methods_of(config):
         if name in state["finished"]:
             continue
-        model, method = build(config, name, sequence[0].train_x[:2])
-        trainer = Trainer(model, method, sequence, config.training, seed=config.seed)
+        trainer = make_trainer(config, name, sequence)
         if state["method"] == name:
             trainer.load_state_dict(state["trainer"])
         state["method"] = name
-        _train(trainer, state, run, checkpoint_every, stop, watch, certify=name == config.method)
+        _train(trainer, state, run, checkpoint_every, stop, watch, certify=name == config.method and name != "joint")
 
     result = {
         "config": config.as_dict(),
@@ -87,31 +90,41 @@ def comparable(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in ("environment", "seconds")}
 
 
-def verify_run(folder: Path) -> Verdict:
-    """Check the certificates of a run against the weights of its newest whole checkpoint."""
-    run = Run(folder)
-    state = run.checkpoints.load()
-    if state is None:
-        raise RunError(f"{folder} holds no checkpoint that is whole, so there are no weights to check")
-    paths = sorted((folder / "certificates").glob("*.json"))
-    config = RunConfig.from_dict(read_json(folder / "config.json"))
-    learned = state["trainer"]["task"] if state["method"] == config.method else 0
-    if not learned:
-        raise RunError(f"{folder} has not learned its first task with {config.method} yet, so nothing is certified")
-    if len(paths) < learned:
-        raise RunError(f"{folder}/certificates holds {len(paths)} certificates for {learned} learned tasks")
-    return verify([Certificate.load(path) for path in paths[:learned]], state["trainer"]["model"])
+def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Trainer:
+    """A new trainer of what is called `name`, on a new model."""
+    model, method = build(config, name, sequence[0].train_x[:2])
+    kind = Joint if name == "joint" else Trainer
+    return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
 
 
-def build(config: RunConfig, name: str, example_input: Tensor | None = None) -> tuple[MultiHead, Method]:
-    """A new model and the method called `name` on it."""
+def build(
+    config: RunConfig, name: str, example_input: Tensor | None = None, device: str | None = None
+) -> tuple[MultiHead, Method]:
+    """A new model and the method called `name` on it; a bound is fine-tuning, with other data or another model."""
     torch.manual_seed(mixed_seed(config.seed))
-    trunk = NETWORKS[config.network](**config.network_options)
-    model = MultiHead(trunk, features=trunk.features).to(config.device)
-    settings = dict(config.settings) if name == config.method else {}
-    if issubclass(METHODS[name], NodeMethod) and example_input is not None:
-        settings["example_input"] = example_input.to(config.device)
-    return model, METHODS[name](model, **settings)
+    device = device or config.device
+    make_trunk = partial(NETWORKS[config.network], **config.network_options)
+    if name == "separate":
+        model: MultiHead = Separate(make_trunk)
+        return model, FineTune(model)
+    trunk = make_trunk()
+    model = MultiHead(trunk, features=trunk.features).to(device)
+    if name == "joint":
+        return model, FineTune(model, heads=all_heads)
+    settings, kind = dict(config.settings) if name == config.method else {}, METHODS[name].load()
+    if issubclass(kind, NodeMethod) and example_input is not None:
+        settings["example_input"] = example_input.to(device)
+    return model, kind(model, **settings)
+
+
+def memory_after(preset: str, name: str) -> dict[str, int]:
+    """What a method holds after all tasks of a preset, each learned for one epoch."""
+    config = configure(preset, method=name, epochs=1)
+    sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    trainer = make_trainer(config, name, sequence)
+    while trainer.advance():
+        pass
+    return trainer.method.memory()
 
 
 def _train(
@@ -154,9 +167,9 @@ def _train(
                 raise Interrupted
             if time.monotonic() - saved >= checkpoint_every:
                 save()
-        outcome = _outcome(trainer, state["finished"].get(REFERENCE))
+        outcome = _outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:
-            outcome["certificate"] = str(Certificate.load(_certificate_path(run, learned)))
+            outcome["certificate"] = _in_a_line(Certificate.load(_certificate_path(run, learned)))
         state["finished"][name] = outcome
         save()
     except TrainingFailed as error:
@@ -165,12 +178,13 @@ def _train(
         raise RunError(f"{name}: {error}. {kept}") from error
 
 
-def _outcome(trainer: Trainer, reference: dict[str, Any] | None) -> dict[str, Any]:
+def _outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> dict[str, Any]:
     accuracies = trainer.accuracies
+    compared = accuracies if name == REFERENCE else reference and reference["accuracies"]
     return {
         "accuracies": accuracies,
         "average_accuracy": metrics.average_accuracy(accuracies),
-        "plasticity": metrics.plasticity(accuracies, reference["accuracies"] if reference else accuracies),
+        "plasticity": metrics.plasticity(accuracies, compared) if compared else None,
         "stability": metrics.stability(accuracies),
         "forgetting": metrics.forgetting(accuracies),
         "weights": sum(parameter.numel() for parameter in trainer.model.trunk.parameters()),
@@ -183,11 +197,21 @@ def _outcome(trainer: Trainer, reference: dict[str, Any] | None) -> dict[str, An
 
 
 def _store_certificate(trainer: Trainer, run: Run, learned: int) -> None:
+    made = trainer.method.certificate()
+    if made.probe is None:
+        batch = Probe.draw([PROBED, *trainer.tasks[0].train_x.shape[1:]], seed=0).to(trainer.device)
+        made = replace(made, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
     with run.writing():
         path = _certificate_path(run, learned)
         temporary = path.with_suffix(".tmp")
-        trainer.method.certificate().save(temporary)
+        made.save(temporary)
         os.replace(temporary, path)
+
+
+def _in_a_line(certificate: Certificate) -> str:
+    if certificate.layout.size:
+        return str(certificate)
+    return f"after task {certificate.task!r}: {len(certificate.heads) - 1} earlier heads unmoved; no node is certified"
 
 
 def _certificate_path(run: Run, learned: int) -> Path:

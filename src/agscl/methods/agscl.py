@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from agscl.certificate import NEVER
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
-from agscl.methods.batchnorm import KeptStatistics
+from agscl.methods.batchnorm import KeptStatistics, settle_statistics
 from agscl.methods.fresh import choose, refresh
 from agscl.methods.ledger import Ledger
 from agscl.nodes import Rows
@@ -133,6 +133,8 @@ class AGSCL(NodeMethod):
             important = (~self.free)[norm.groups.to(self.first.device)]
             if bool(important.any()):
                 self._kept.append(KeptStatistics(norm.module, important))
+        joined = torch.cat([layer.groups for layer in self.graph.layers.values()]).bincount(minlength=self.graph.size)
+        self._sizes = joined.sqrt().to(self.omega.device)[self._free.groups]  # √ nodes that are one group; mostly 1
         self._find_rates()
         self._since = 0  # optimizer steps since the last proximal one,
         self._pending: float | Tensor = 0.0  # and of these the ones not skipped on overflow
@@ -224,7 +226,7 @@ class AGSCL(NodeMethod):
         alpha = self._alpha()
         self._reach = self._reach + ((alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share)
         if len(self._free) and self.config.mu:
-            thresholds = self._per_group(alpha, self._free) * (self.config.mu * share)
+            thresholds = self._per_group(alpha, self._free) * self._sizes * (self.config.mu * share)
             self._free.put(shrink(self._free.take(), thresholds, self._free.members))
         if len(self._important) and self.config.lam:
             thresholds = self.omega[self._important.groups]
@@ -276,6 +278,9 @@ class AGSCL(NodeMethod):
         if self._since:
             whole = self.config.prox_every == "epoch" or not self._steps_per_epoch
             self._run_proximal(1.0 if whole else self._pending / (self._steps_per_epoch or 1))
+        if self.graph.norms:
+            batches = list(batches) if isinstance(batches, Iterator) else batches  # they are run through twice
+            settle_statistics([norm.module for norm in self.graph.norms.values()], self.model, batches, forward)
         measured = mean_activations(self.graph, batches, forward, self.config.importance_mode)
         if not bool(measured.isfinite().all()):
             raise FloatingPointError(

@@ -2,7 +2,7 @@
 
 A step of the optimizer runs through fixed phases, whatever methods are attached and in whatever order:
 
-    before   observe the task's gradient → add every penalty's gradient
+    before   observe the task's gradient → add every penalty's gradient → observe the total
     after    observe the optimizer's change → restore masks and gates → proximal step
 """
 
@@ -43,7 +43,7 @@ class _Hooks:
     @classmethod
     def attach(cls, optimizer: Optimizer, method: Method) -> None:
         hooks = cls._of.get(optimizer) or cls._of.setdefault(optimizer, cls(optimizer))
-        hooks.methods = sorted([*hooks.methods, method], key=lambda m: type(m).__name__)
+        hooks.methods = sorted([*hooks.methods, method], key=lambda m: (type(m).__name__, repr(m)))
 
     @classmethod
     def detach(cls, optimizer: Optimizer, method: Method) -> None:
@@ -86,6 +86,9 @@ class _Hooks:
         if not self.prepared:
             self.add_penalties(optimizer)
         self.prepared = False
+        with torch.no_grad():
+            for method in self.methods:
+                method._observe_total(optimizer, getattr(optimizer, "grad_scale", None))
         for method in self.methods:
             for parameter in method._still:
                 if parameter.grad is not None:  # also a zero gradient would let momentum and weight decay move it
@@ -137,6 +140,7 @@ class Method:
         self.heads = Heads(self.model, heads)
         self.tasks: list[str] = []
         self.task: str | None = None
+        self._viewed: str | None = None  # the task that `viewing` looks at
         self._optimizers: tuple[Optimizer, ...] = ()
         self._still: list[nn.Parameter] = []  # parameters no step may move: heads of other tasks, what is excluded
         self._requires: list[tuple[nn.Parameter, bool]] = []
@@ -205,12 +209,20 @@ class Method:
         """A term to add to the task's loss; 0 for methods that need none."""
         return next(self.model.parameters()).new_zeros(())
 
+    def penalty(self) -> Tensor:
+        """The value now of what the method adds to the loss through gradients alone, to report or to validate by."""
+        return next(self.model.parameters()).new_zeros(())
+
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
         """Look at the model as it was for `task` (gates, masks). A `MultiHead` tells by itself."""
         if task not in self.tasks:
             raise ValueError(f"Task {task!r} has not begun. Tasks so far: {', '.join(self.tasks) or 'none'}.")
-        yield
+        self._viewed, before = task, self._viewed
+        try:
+            yield
+        finally:
+            self._viewed = before
 
     def add_penalty_gradients(self) -> None:
         """Add the penalties' gradients now, before the loop clips gradients; the next step will not add them again."""
@@ -274,6 +286,7 @@ class Method:
     def _end(self, batches: Iterable[Any], forward: Forward) -> None: ...
     def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
     def _add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
+    def _observe_total(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
     def _observe_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
     def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
     def _proximal(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
@@ -318,7 +331,8 @@ class Method:
         found = {}
         with undisturbed(self.model):
             for task in self.tasks:
-                output = self._call(x, task)
+                with self.viewing(task):
+                    output = self._call(x, task)
                 parts = output.values() if isinstance(output, dict) else [output]
                 found[task] = torch.cat([part.flatten(1) for part in parts], 1)
         return found
@@ -400,6 +414,15 @@ class Method:
         if isinstance(self.model, MultiHead) or len(inspect.signature(self.model.forward).parameters) > 1:
             return self.model(x, task)
         return self.model(x)
+
+    def _task_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
+        names = list(inspect.signature(self.model.forward).parameters)
+        place = names.index("task") if "task" in names else len(args)
+        named = args[place] if place < len(args) else kwargs.get("task")
+        if isinstance(named, str):
+            return named if named in self.tasks else None
+        return self._viewed or self.task or (self.tasks[-1] if self.tasks else None)
 
     def _forward(self, batch: Any) -> Any:
         """What is differentiated by default: the cross-entropy on `(x, y)`, the output on `x`."""

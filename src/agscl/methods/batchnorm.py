@@ -1,7 +1,8 @@
-"""BatchNorm while some of its channels must stay as they are."""
+"""BatchNorm while what it does for old tasks must stay as it is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,88 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["KeptStatistics"]
+__all__ = ["FrozenStatistics", "KeptStatistics", "TaskStatistics", "norms_with_statistics", "settle_statistics"]
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def norms_with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorms of a model that keep running statistics, by name."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return {name: module for name, module in found if module.running_mean is not None}
+
+
+class FrozenStatistics:
+    """Lets BatchNorms normalise by their running statistics in training too, and leave these as they are."""
+
+    def __init__(self, norms: Mapping[str, _BatchNorm]) -> None:
+        self._training: list[nn.Module] = []
+        self._handles: list[RemovableHandle] = []
+        for norm in norms.values():
+            self._handles.append(norm.register_forward_pre_hook(self._before))
+            self._handles.append(norm.register_forward_hook(self._after, always_call=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if module.training:
+            self._training.append(module)
+            module.training = False
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._training and self._training[-1] is module:
+            self._training.pop().training = True
+
+
+class TaskStatistics:
+    """Running statistics of BatchNorms for every task, put in place while the model runs for that task.
+
+    `task_of(args, kwargs)` says which task a call of the model is for; a task without kept statistics uses those in
+    the model. Buffers are exchanged, not written over: autograd holds on to the ones that it saw.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        norms: Mapping[str, _BatchNorm],
+        task_of: Callable[[tuple[Any, ...], dict[str, Any]], str | None],
+    ) -> None:
+        self.norms = dict(norms)
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        self._task_of = task_of
+        self._own: list[list[dict[str, Tensor | None]] | None] = []  # of the calls under way
+        self._handles = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
+
+    def keep(self, task: str) -> None:
+        """Remember the statistics in the model as those of `task`."""
+        self.kept[task] = {
+            f"{name}.{key}": norm._buffers[key].clone()  # type: ignore[union-attr]
+            for name, norm in self.norms.items()
+            for key in _STATISTICS
+        }
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kept = self.kept.get(self._task_of(args, kwargs) or "")
+        if kept is None:
+            self._own.append(None)
+            return
+        self._own.append([{key: norm._buffers[key] for key in _STATISTICS} for norm in self.norms.values()])
+        for name, norm in self.norms.items():
+            norm._buffers.update({key: kept[f"{name}.{key}"] for key in _STATISTICS})
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._own and (own := self._own.pop()) is not None:
+            for norm, buffers in zip(self.norms.values(), own, strict=True):
+                norm._buffers.update(buffers)
 
 
 class KeptStatistics:
@@ -58,3 +140,30 @@ class KeptStatistics:
         if self.module.affine:
             normalised = normalised * self.module.weight.view(channels) + self.module.bias.view(channels)
         return torch.where(self.keep.view(channels), normalised.to(output.dtype), output)
+
+
+@torch.no_grad()
+def settle_statistics(
+    norms: Iterable[_BatchNorm], model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]
+) -> None:
+    """Take the running statistics anew, as the mean over `batches`, for weights that have just been changed.
+
+    A proximal step shrinks weights under the statistics' feet: they lag behind, and a network that is right in
+    training is wrong in evaluation. Kept channels stay as they are. Batches must be mixed as in training.
+    """
+    norms, modes = list(norms), [(module, module.training) for module in model.modules()]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.train()
+        norm.momentum = None  # the plain mean over batches
+        norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # type: ignore[arg-type]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for batch in batches:
+                forward(batch)
+    finally:
+        for norm, (momentum, tracked) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, tracked
+        for module, training in modes:
+            module.training = training

@@ -10,6 +10,9 @@ from typing import Any
 
 from agscl.runs.files import as_json
 
+TAIL = 2**16
+"""Bytes at the end of a log that hold its last event for certain."""
+
 
 class EventLog:
     """Appends events to a file that may be cut back to an earlier length when a run is resumed."""
@@ -44,3 +47,15 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             yield json.loads(line)
+
+
+def last_event(path: Path) -> dict[str, Any] | None:
+    """The newest whole event of a log that another process may be writing."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            whole = file.read().rpartition(b"\n")[0]
+        last: dict[str, Any] = json.loads(whole.rpartition(b"\n")[2])
+    except (OSError, ValueError):
+        return None
+    return last

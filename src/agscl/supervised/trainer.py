@@ -80,6 +80,7 @@ class Trainer:
         config: TrainingConfig,
         *,
         seed: int,
+        device: torch.device | str | None = None,
         emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
         for task in tasks:
@@ -93,7 +94,7 @@ class Trainer:
         self.config = config
         self.seed = seed
         self.emit = emit
-        self.device = next(model.parameters()).device
+        self.device = next(model.parameters()).device if device is None else torch.device(device)
 
         self.task_index = 0
         self.epoch = 0
@@ -123,8 +124,13 @@ class Trainer:
         return self.tasks[self.task_index].to(self.device)
 
     @property
+    def examples(self) -> int:
+        """Training examples in an epoch."""
+        return len(self.task.train_y)
+
+    @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.task.train_y) // self.config.batch_size)
+        return -(-self.examples // self.config.batch_size)
 
     def advance(self) -> bool:
         """Do one unit of work; False once there is none left."""
@@ -175,19 +181,23 @@ class Trainer:
     def _batches(self) -> tuple[Tensor, ...]:
         """The rows of each batch of this epoch; drawn from the position alone, so there is no state to keep."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.task_index, self.epoch))
-        order = torch.randperm(len(self.task.train_y), generator=generator).to(self.device)
+        order = torch.randperm(self.examples, generator=generator).to(self.device)
         return torch.split(order, self.config.batch_size)
 
     def _train_step(self, optimizer: torch.optim.Optimizer) -> None:
         rows = self._batches[self.step]
-        x, y = self.task.train_x[rows], self.task.train_y[rows]
-        output = self.model(x, self.task.name)
-        loss = F.cross_entropy(output, y) + self.method.loss(x, output)
+        loss = self._loss(rows)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        self._loss_sum += loss.detach() * len(y)
+        self._loss_sum += loss.detach() * len(rows)
         self.step += 1
+
+    def _loss(self, rows: Tensor) -> Tensor:
+        """The mean loss of these rows of the training data."""
+        x, y = self.task.train_x[rows], self.task.train_y[rows]
+        output = self.model(x, self.task.name)
+        return F.cross_entropy(output, y) + self.method.loss(x, output)
 
     def _end_epoch(self, optimizer: torch.optim.Optimizer) -> None:
         self.method.end_epoch()
@@ -197,7 +207,7 @@ class Trainer:
             "task": self.task_index,
             "epoch": self.epoch,
             "lr": optimizer.param_groups[0]["lr"],
-            "loss": self._loss_sum.item() / len(self.task.train_y),
+            "loss": self._loss_sum.item() / self.examples,
         }
         if self.config.validates:
             event["valid_loss"] = self._validation_loss()
@@ -214,7 +224,7 @@ class Trainer:
         if valid_loss < self._best_loss:
             self._best_loss, self._stalled = valid_loss, 0
             if self.config.restore_best:
-                self._best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+                self._best_weights = {name: value.clone() for name, value in self._trained(optimizer).items()}
             return
         self._stalled += 1
         if self.config.patience is not None and self._stalled >= self.config.patience:
@@ -223,9 +233,16 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] / self.config.factor
 
+    def _trained(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """All that training moves: the model's state, and what a method gave to the optimizer beside it."""
+        known = {id(parameter) for parameter in self.model.parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        return self.model.state_dict() | {f"method/{place}": p.detach() for place, p in enumerate(parameters)}
+
     def _end_task(self) -> None:
-        if self._best_weights is not None:
-            self.model.load_state_dict(self._best_weights)
+        if self._best_weights is not None and self._optimizer is not None:
+            for name, value in self._trained(self._optimizer).items():
+                value.copy_(self._best_weights[name])
         self.method.end_task(self._training_data())
         self.check()
         self._optimizer, self._best_weights = None, None
@@ -258,9 +275,20 @@ class Trainer:
         return outputs
 
     def _validation_loss(self) -> float:
-        assert self.task.valid_x is not None
-        assert self.task.valid_y is not None
-        return F.cross_entropy(self._outputs(self.task.valid_x, self.task.name), self.task.valid_y).item()
+        """The loss that training lowers, penalties included, on the validation split of the task under way."""
+        return self._loss_on_valid(self.task) + self.method.penalty().item()
+
+    def _loss_on_valid(self, task: Task) -> float:
+        assert task.valid_x is not None
+        assert task.valid_y is not None
+        total = torch.zeros((), device=self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for x, y in zip(task.valid_x.split(EVALUATION_BATCH), task.valid_y.split(EVALUATION_BATCH), strict=True):
+                output = self.model(x, task.name)
+                total += len(y) * (F.cross_entropy(output, y) + self.method.loss(x, output))
+        self.model.train()
+        return total.item() / len(task.valid_y)
 
     def _accuracy(self, task: Task) -> float:
         hits = self._outputs(task.test_x, task.name).argmax(1) == task.test_y

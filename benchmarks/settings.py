@@ -1,0 +1,83 @@
+"""The search behind the settings of the preset `digits`: every method alike, five values of its main setting.
+
+python benchmarks/settings.py [--jobs 2]
+
+It uses seeds that no comparison uses. The best value has the highest mean of average accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from measured import record
+
+from agscl.experiments.compare import Ended, Job, run_all
+from agscl.experiments.presets import configure
+from agscl.runs.folder import read_json
+
+SEEDS = (1000, 1001)
+SEARCHED: dict[str, tuple[str, list[float]]] = {
+    "agscl": ("lam", [200, 500, 1000, 2000, 5000]),
+    "ewc": ("lam", [1e1, 1e2, 1e3, 1e4, 1e5]),
+    "si": ("c", [0.1, 1, 10, 100, 1000]),
+    "rwalk": ("lam", [0.1, 1, 10, 100, 1000]),
+    "mas": ("lam", [0.01, 0.1, 1, 10, 100]),
+    "hat": ("c", [0.1, 0.25, 0.75, 1.5, 2.5]),
+    "packnet": ("share", [0.5, 0.6, 0.7, 0.8, 0.9]),
+    "lwf": ("weight", [0.3, 1, 3, 10, 30]),
+    "l2": ("lam", [0.01, 0.1, 1, 10, 100]),
+    "gpm": ("threshold", [0.9, 0.95, 0.97, 0.99, 0.999]),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=Path("runs/settings-digits"))
+    parser.add_argument("--out", type=Path, default=Path("results/digits_settings.json"))
+    arguments = parser.parse_args()
+
+    tried: dict[tuple[str, float], list[Job]] = {}
+    for method, (setting, values) in SEARCHED.items():
+        for value in values:
+            tried[method, value] = [
+                Job(
+                    configure("digits", method=method, seed=seed, reference=False, **{setting: value}),
+                    arguments.runs / f"{method}-{setting}{value:g}-seed{seed}",
+                )
+                for seed in SEEDS
+            ]
+
+    def ended(job: Job, how: Ended) -> None:
+        print(job.folder.name, how.failed or "done", flush=True)
+
+    every = [job for jobs in tried.values() for job in jobs]
+    run_all(every, processes=arguments.jobs, checkpoint_every=1e9, ended=ended)
+
+    found: dict[str, Any] = {}
+    for method, (setting, values) in SEARCHED.items():
+        averages = {value: [_average(job) for job in tried[method, value]] for value in values}
+        best = max(values, key=lambda value: statistics.mean(averages[value]))
+        found[method] = {
+            "setting": setting,
+            "best": best,
+            "tried": [
+                {"value": value, "average_accuracy": statistics.mean(averages[value]), "by_seed": averages[value]}
+                for value in values
+            ],
+        }
+        print(method, setting, {value: round(100 * statistics.mean(averages[value]), 1) for value in values}, "→", best)
+    record(arguments.out, {"preset": "digits", "seeds": list(SEEDS), "methods": found})
+
+
+def _average(job: Job) -> float:
+    result = read_json(job.folder / "result.json")
+    average: float = result["methods"][job.config.method]["average_accuracy"]
+    return average
+
+
+if __name__ == "__main__":
+    main()

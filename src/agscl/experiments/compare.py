@@ -1,0 +1,212 @@
+"""Methods against each other over several seeds: each run in a folder of its own, several at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import statistics
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from agscl.analysis import metrics
+from agscl.experiments.execute import Interrupted, execute
+from agscl.experiments.methods import METHODS, REFERENCE
+from agscl.experiments.presets import RunConfig, configure
+from agscl.runs import Run, RunError, is_finished
+from agscl.runs.events import last_event
+from agscl.runs.files import as_json, write_atomically
+from agscl.runs.folder import read_json
+from agscl.tasks import DataMissing
+
+MEASURES = ("average_accuracy", "plasticity", "stability", "forgetting")
+POLL = 0.2
+"""Seconds between two looks at how far the runs are."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison."""
+
+    config: RunConfig
+    folder: Path
+
+    @property
+    def finished(self) -> bool:
+        return is_finished(self.folder)
+
+    @property
+    def progress(self) -> float:
+        """The share of its steps that its log tells of."""
+        event = last_event(self.folder / "events.jsonl")
+        return event["progress"] if event else 0.0
+
+    def __str__(self) -> str:
+        return f"{METHODS[self.config.method].title}, seed {self.config.seed}"
+
+
+@dataclass
+class Ended:
+    """How a job went."""
+
+    failed: str | None = None
+    notes: list[str] = field(default_factory=list)
+    """What the method warned about."""
+
+
+def plan(preset: str, methods: Sequence[str], seeds: int, folder: Path, **changes: Any) -> list[Job]:
+    """All runs of a comparison, in the order of the paper's table. Fine-tuning is always one of them, once per seed."""
+    names = [name for name in METHODS if name in {*methods, REFERENCE}]
+    return [
+        Job(
+            configure(preset, method=name, seed=seed, reference=False, **changes),
+            folder / f"{name}-seed{seed}",
+        )
+        for seed in range(seeds)
+        for name in names
+    ]
+
+
+def run_all(
+    jobs: Sequence[Job],
+    *,
+    processes: int,
+    checkpoint_every: float,
+    stop: Callable[[], bool] = lambda: False,
+    watch: Callable[[list[Job]], None] = lambda running: None,
+    ended: Callable[[Job, Ended], None] = lambda job, how: None,
+) -> None:
+    """Run what is not finished, `processes` at a time, each with one thread.
+
+    When `stop` says so the runs under way store a checkpoint, and `Interrupted` is raised. A run that fails leaves the
+    others alone.
+    """
+    for job in jobs:
+        if (job.folder / "config.json").exists():
+            Run(job.folder).claim(job.config.as_dict())
+    waiting = [job for job in jobs if not job.finished]
+    if not waiting:
+        return
+    context = multiprocessing.get_context("spawn")
+    halt = context.Event()
+    with ProcessPoolExecutor(min(processes, len(waiting)), context, _begin, (halt,)) as pool:
+        futures: dict[Future[Ended | None], Job] = {pool.submit(_work, job, checkpoint_every): job for job in waiting}
+        left = set(futures)
+        while left:
+            done, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+            if stop() and not halt.is_set():
+                halt.set()
+                left = {future for future in left if not future.cancel()}
+            for future in done:
+                try:
+                    how = future.result()
+                except BrokenProcessPool as error:
+                    if halt.is_set():
+                        raise Interrupted from error
+                    raise RunError(
+                        "a process of the comparison was killed (is the memory enough for --jobs?). "
+                        "The same command continues with what is not finished."
+                    ) from error
+                if how is not None:
+                    ended(futures[future], how)
+            watch([futures[future] for future in left if future.running()])
+        if halt.is_set():
+            raise Interrupted
+
+
+def collect(jobs: Sequence[Job]) -> dict[str, Any]:
+    """The measures of all finished runs: every value, mean and standard deviation, method by method."""
+    results = {
+        (job.config.method, job.config.seed): read_json(job.folder / "result.json") for job in jobs if job.finished
+    }
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(job.config.method for job in jobs):
+        mine = {seed: result for (method, seed), result in results.items() if method == name}
+        if not mine:
+            continue
+        values = [
+            _measures(result["methods"][name], results.get((REFERENCE, seed), {}).get("methods"))
+            for seed, result in mine.items()
+        ]
+        first = next(iter(mine.values()))
+        found[name] = {
+            "settings": {key: value for key, value in first["config"]["settings"].items() if key != "seed"},
+            "seeds": list(mine),
+            "accuracies": [result["methods"][name]["accuracies"] for result in mine.values()],
+            "memory": first["methods"][name]["memory"],
+            "seconds": [result["seconds"][name] for result in mine.values()],
+            **{measure: spread([each[measure] for each in values]) for measure in MEASURES},
+        }
+    return found
+
+
+def spread(values: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and standard deviation (of a sample: n − 1); the deviation of one value is not known."""
+    known = [value for value in values if value is not None]
+    return {
+        "mean": statistics.mean(known) if known else None,
+        "deviation": statistics.stdev(known) if len(known) > 1 else None,
+        "values": list(values),
+    }
+
+
+def store(folder: Path, preset: str, compared: dict[str, Any], missing: Mapping[str, str]) -> Path:
+    path = folder / "comparison.json"
+    write_atomically(path, as_json({"preset": preset, "methods": compared, "missing": dict(missing)}))
+    return path
+
+
+def _measures(outcome: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, float | None]:
+    found = {measure: outcome[measure] for measure in MEASURES}
+    if reference is not None:
+        found["plasticity"] = metrics.plasticity(outcome["accuracies"], reference[REFERENCE]["accuracies"])
+    return found
+
+
+# In a process of its own ---------------------------------------------------------------------------------------------
+
+_halt: Event
+
+
+def _begin(halt: Event) -> None:
+    """Prepare a worker: it stops when it is told to, and never outlives the command."""
+    global _halt
+    _halt = halt
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the command decides
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+
+    def follow() -> None:
+        wait_for([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(job: Job, checkpoint_every: float) -> Ended | None:
+    """Run or continue a job; None when it was told to stop."""
+    if _halt.is_set():
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with Run(job.folder) as run:
+                execute(job.config, run, checkpoint_every=checkpoint_every, threads=1, stop=_halt.is_set)
+        except Interrupted:
+            return None
+        except DataMissing:
+            raise
+        except RunError as error:
+            return Ended(failed=str(error))
+        except Exception as error:  # whatever a method raises must not end the other runs
+            return Ended(failed=f"{type(error).__name__}: {error}")
+    return Ended(notes=[str(warning.message) for warning in caught])

@@ -1,0 +1,74 @@
+"""The two bounds: what could be reached with all data at hand, and with a network for each task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agscl.heads import MultiHead
+from agscl.supervised import Trainer
+
+__all__ = ["Joint", "Separate", "all_heads"]
+
+
+class Joint(Trainer):
+    """One network learns all tasks so far together, from the data of all of them, kept for ever.
+
+    Each task goes on with the network of the one before. An epoch goes once through all that data, so the last of n
+    tasks takes about n times the steps of the first.
+    """
+
+    @cached_property
+    def _pool(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs and labels of all tasks so far, and the place of the task that each example is from."""
+        tasks = [task.to(self.device) for task in self.tasks[: self.task_index + 1]]
+        of = torch.cat([torch.full_like(task.train_y, place) for place, task in enumerate(tasks)])
+        return torch.cat([task.train_x for task in tasks]), torch.cat([task.train_y for task in tasks]), of
+
+    @property
+    def examples(self) -> int:
+        return sum(len(task.train_y) for task in self.tasks[: self.task_index + 1])
+
+    def _loss(self, rows: Tensor) -> Tensor:
+        x, y, of = (part[rows] for part in self._pool)
+        features = self.model.trunk(x).flatten(1)
+        total = torch.zeros((), device=self.device)
+        for place, task in enumerate(self.tasks[: self.task_index + 1]):
+            mine = of == place
+            total = total + F.cross_entropy(self.model.heads[task.name](features[mine]), y[mine], reduction="sum")
+        return total / len(rows)
+
+    def _validation_loss(self) -> float:
+        tasks = [task.to(self.device) for task in self.tasks[: self.task_index + 1]]
+        sizes = [0 if task.valid_y is None else len(task.valid_y) for task in tasks]
+        return sum(size * self._loss_on_valid(task) for size, task in zip(sizes, tasks, strict=True)) / sum(sizes)
+
+    def _end_task(self) -> None:
+        super()._end_task()
+        self.__dict__.pop("_pool", None)
+
+
+class Separate(MultiHead):
+    """A network of its own for each task, starting anew: nothing is forgotten, and nothing is shared.
+
+    Each network is a head of a model without a trunk, so that no other task moves it.
+    """
+
+    def __init__(self, make_trunk: Callable[[], Any]) -> None:
+        super().__init__(nn.Identity())
+        self._make_trunk = make_trunk
+
+    def add_head(self, task: str, outputs: Any) -> nn.Module:
+        trunk = self._make_trunk()
+        return super().add_head(task, nn.Sequential(trunk, nn.Flatten(), nn.Linear(trunk.features, outputs)))
+
+
+def all_heads(model: nn.Module, task: str) -> nn.Module:
+    """Where the head of any task is for `Joint`: each task trains every head."""
+    heads: nn.Module = model.get_submodule("heads")
+    return heads

@@ -1,0 +1,195 @@
+"""EWC: elastic weight consolidation (Kirkpatrick et al.; PNAS 2017).
+
+The importance of a weight is its diagonal entry of the Fisher information at the end of a task: how fast the
+predicted distribution changes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from agscl.importance import mean_gradients
+from agscl.methods.base import Forward
+from agscl.methods.weightwise import WeightConfig, WeightMethod
+
+__all__ = ["EWC", "EWCConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EWCConfig(WeightConfig):
+    """Settings of EWC. The defaults are the definitions of its own paper; λ must be searched for other data."""
+
+    lam: float = 400.0
+    """λ: the penalty is λ/2 Σ F (θ − θ*)²."""
+    fisher: Literal["exact", "sampled", "empirical", "batched"] = "exact"
+    """Fisher diagonal. Per sample: the expectation over the predicted classes (a backward pass for each class), one
+    class drawn from the prediction, or the true label. Or batched: the squared gradient of mini-batches' mean loss."""
+    accumulation: Literal["separate", "merged", "online"] = "separate"
+    """Over tasks: a penalty for each; one with the mean of all Fishers, held at the last weights; or one with
+    F ← γF + F_task, held there too."""
+    gamma: float = 1.0
+    """γ: how much of the Fisher lasts from task to task, with accumulation="online"."""
+    batch: int = 20
+    """Size of the mini-batches, with fisher="batched"."""
+    mode: Literal["eval", "train"] = "eval"
+    """Mode in which the Fisher is measured; train (dropout on) needs fisher="batched"."""
+    seed: int = 0
+    """Seed of the classes drawn, with fisher="sampled"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("lam", 0)
+        self._one_of("fisher", "exact", "sampled", "empirical", "batched")
+        self._one_of("accumulation", "separate", "merged", "online")
+        self._check(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, not {self.gamma}")
+        self._check(isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}")
+        self._one_of("mode", "eval", "train")
+        self._check(
+            self.mode == "eval" or self.fisher == "batched",
+            "mode='train' needs fisher='batched'; gradients per sample are taken in eval mode",
+        )
+
+
+class EWC(WeightMethod):
+    """Hold every weight by how much the predictions for earlier tasks depend on it.
+
+    >>> method = EWC(model, lam=400)
+    >>> method = EWC(model, lam=10_000, **EWC.paper)  # as in the AGS-CL paper's table
+
+    `end_task` takes `(x, y)`, or `x` alone where no labels are needed. Its `forward(batch)` may return logits
+    (samples, classes), or a loss or log-probability (then its gradient is squared, and fisher must not be "exact").
+
+    With accumulation="separate" the sum of the tasks' penalties is held as one quadratic: `importances` is the sum of
+    the Fishers, `anchors` the mean of the tasks' weights, weighted by them. It is the same penalty, whatever the
+    number of tasks, in the memory of one.
+    """
+
+    Config = EWCConfig
+    config: EWCConfig
+    paper: ClassVar[Mapping[str, Any]] = {"fisher": "batched", "batch": 20, "mode": "train", "accumulation": "merged"}
+
+    _no_importance = (
+        "The Fisher of every task was 0: predictions were certain to the last bit (probabilities of exactly 0 and 1), "
+        "or what end_task's `forward` returns does not depend on the weights."
+    )
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._least = 0.0  # Σ F (θ − θ*)² of separate penalties where their sum is smallest
+
+    @property
+    def strength(self) -> float:
+        return self.config.lam / 2
+
+    @torch.no_grad()
+    def penalty(self) -> Tensor:
+        """λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
+        return self.strength * (self._distance() + self._least)
+
+    # Measuring -------------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
+    ) -> dict[str, Tensor]:
+        kind, own = self.config.fisher, forward == self._forward
+
+        def output(batch: Any) -> Any:
+            if not own:
+                return forward(batch)
+            assert self.task is not None
+            return self._call(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
+
+        def exact(batch: Any) -> tuple[Tensor, Tensor]:
+            logs = F.log_softmax(_logits(output(batch)), 1)[0]
+            return logs, logs.detach().exp()
+
+        def sampled(batch: Any) -> tuple[Tensor, Tensor]:
+            inner, drawn = batch
+            found = output(inner)
+            return _one(found if drawn is None else F.cross_entropy(found, drawn))
+
+        def loss(batch: Any) -> tuple[Tensor, Tensor]:
+            return _one(forward(batch))
+
+        if kind == "batched":
+            return mean_gradients(
+                self.model,
+                protected,
+                batches,
+                loss,
+                power=2,
+                batch=self.config.batch,
+                train=self.config.mode == "train",
+            )
+        if kind == "sampled":
+            batches = self._drawn(batches, output)
+        score = {"exact": exact, "sampled": sampled, "empirical": loss}[kind]
+        return mean_gradients(self.model, protected, batches, score, power=2)
+
+    def _drawn(self, batches: Iterable[Any], output: Forward) -> Iterator[tuple[Any, Tensor | None]]:
+        """Batches with classes drawn from the prediction; with none where `output` is no longer logits."""
+        draw = torch.Generator().manual_seed((self.config.seed << 16) + len(self.tasks))
+        for batch in batches:
+            found = output(batch)
+            if isinstance(found, Tensor) and found.dim() == 2:
+                shares = F.softmax(found, 1).double().cpu()
+                yield batch, torch.multinomial(shares, 1, generator=draw)[:, 0].to(found.device)
+            else:
+                yield batch, None
+
+    # Over tasks ------------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
+        learned = len(self.tasks) - 1
+        for name, parameter in protected.items():
+            fisher, weights = new[name].double(), parameter.detach().double()
+            if (old := self.importances.get(name)) is not None:
+                if self.config.accumulation == "merged":
+                    fisher = (fisher + learned * old) / (learned + 1)
+                elif self.config.accumulation == "online":
+                    fisher = fisher + self.config.gamma * old
+                else:
+                    both, place = fisher + old, self.anchors[name].double()
+                    self._least += float(
+                        torch.where(both > 0, fisher * old / both * (place - weights).square(), 0.0).sum()
+                    )
+                    weights = torch.where(both > 0, (fisher * weights + old * place) / both, weights)
+                    fisher = both
+            self.importances[name] = fisher.to(parameter.dtype)
+            self.anchors[name] = weights.to(parameter.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "least": self._least}
+
+    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
+        super().load_state_dict(state, *optimizers)
+        self._least = state["least"]
+
+
+def _logits(output: Any) -> Tensor:
+    if isinstance(output, Tensor) and output.dim() == 2:
+        return output
+    found = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    raise ValueError(
+        f"fisher='exact' needs logits of (samples, classes); the forward pass returned {found}. Give end_task a "
+        "`forward` that returns them; or one that returns the loss, or a log-probability of what was drawn, with "
+        "fisher='sampled' or 'empirical'."
+    )
+
+
+def _one(value: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a batch as the one value to differentiate."""
+    if not isinstance(value, Tensor) or value.dim() > 1:
+        found = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"The Fisher needs a loss to differentiate; the forward pass returned {found}. Give end_task batches of "
+            "(x, y), or a `forward` that returns the loss."
+        )
+    return value.mean().reshape(1), torch.ones(1, dtype=value.dtype, device=value.device)

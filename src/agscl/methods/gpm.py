@@ -1,0 +1,306 @@
+"""GPM: gradient projection memory (Saha, Garg, Roy; ICLR 2021).
+
+Each layer keeps a basis of the directions in which old tasks' inputs lie. A later task may change a layer's weights
+only at right angles to them, so what the layer answers to old inputs stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from agscl.methods.base import Forward
+from agscl.methods.still import StillMethod
+from agscl.probing import LAYERS, undisturbed
+
+__all__ = ["GPM", "GPMConfig"]
+
+CHUNK = 32  # inputs in one forward pass while a layer's inputs are collected
+COLUMNS = 4096  # inputs of one layer that a decomposition takes at the most; a convolution has one at every position
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPMConfig:
+    """Settings of GPM; the defaults are those of its paper for CIFAR-100."""
+
+    threshold: float = 0.97
+    """ε: share of the inputs' energy that a layer's basis must hold after the first task; more forgets less."""
+    increase: float = 0.003
+    """What is added to the threshold with every further task, up to 1."""
+    samples: int = 125
+    """Inputs drawn at random from each task's data to find its directions."""
+    seed: int = 0
+    """Seed of that draw."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"GPM: threshold must be above 0 and at most 1, not {self.threshold}.")
+        if not 0 <= self.increase < 1:
+            raise ValueError(f"GPM: increase must be at least 0 and below 1, not {self.increase}.")
+        if self.samples < 1:
+            raise ValueError(f"GPM: samples must be at least 1, not {self.samples}.")
+
+
+class GPM(StillMethod):
+    """Learn new tasks at right angles to the inputs of the old ones.
+
+    >>> method = GPM(model, threshold=0.97)
+
+    Gradients are projected before each step. Adam, momentum and weight decay leave the subspace all the same, so after
+    the step the change since the task began is projected too: that is what counts. Biases, BatchNorm and whatever is
+    no Linear or Conv weight are trained by the first task and keep their bits afterwards, and so does a layer that did
+    not run while inputs were collected.
+    """
+
+    Config = GPMConfig
+    config: GPMConfig
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        # Per weight, (groups of a convolution, columns, directions): orthonormal, or zero where a group has fewer.
+        self.bases: dict[str, Tensor] = {}
+        self._anchors: dict[str, Tensor] = {}  # weights as the task began, while it is under way
+        self._weights: dict[str, nn.Parameter] = {}
+        self._full: set[str] = set()  # weights with no direction left
+        self._figures: dict[str, Any] = {}
+        super().__init__(model, **options)
+
+    # A task ----------------------------------------------------------------------------------------------------------
+
+    def _rests(self, name: str) -> bool:
+        return name not in self.bases
+
+    def _begin(self) -> None:
+        self._find()
+        self._anchors = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        if len(self.tasks) > 1 and not any(basis.shape[2] for basis in self.bases.values()):
+            self._warn(
+                "empty",
+                "No direction is held from the tasks before, so nothing is kept from forgetting. Were the inputs given "
+                "to end_task all zero?",
+            )
+
+    def _find(self) -> None:
+        trunk = self._trunk()
+        self._weights = {name: trunk[name] for name in self.bases}
+        self._full = {n for n, basis in self.bases.items() if _ranks(basis) == [basis.shape[1]] * len(basis)}
+
+    def _add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                weight.grad.copy_(project(weight.grad, self.bases[name]))
+
+    def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        for name, weight in self._weights.items():
+            anchor, basis = self._anchors[name], self.bases[name]
+            if name in self._full:  # no direction is left: the very bits
+                weight.copy_(anchor)
+            elif basis.shape[2]:
+                allowed = anchor + project(weight - anchor, basis)
+                # a fused optimizer's step that was skipped on overflow changes no bit
+                weight.copy_(allowed if skipped is None else torch.where(skipped.reshape(()) > 0, weight, allowed))
+
+    def _end(self, batches: Iterable[Any], forward: Forward) -> None:
+        threshold = min(1.0, self.config.threshold + self.config.increase * (len(self.tasks) - 1))
+        collected = self._collect(batches, forward)
+        for name, inputs in collected.items():
+            if not bool(inputs.isfinite().all()):
+                raise FloatingPointError(
+                    f"Inputs of the layer with {name} are not finite: training diverged. The task was not ended; go "
+                    "back to the last good weights, or lower the learning rate."
+                )
+        for name, inputs in collected.items():
+            known = self.bases.get(name)
+            if known is not None or len(self.tasks) == 1:
+                self.bases[name] = _of_first_rank(extend(known, inputs, threshold))
+        ranks = {name: _ranks(basis) for name, basis in self.bases.items()}
+        room = sum(len(basis) * basis.shape[1] for basis in self.bases.values())
+        full = [name for name, counts in ranks.items() if min(counts) == self.bases[name].shape[1]]
+        self._figures = {
+            "threshold": threshold,
+            "directions": {name: sum(counts) for name, counts in ranks.items()},
+            "used_capacity": sum(map(sum, ranks.values())) / max(1, room),
+        }
+        if full:
+            self._warn(
+                "full",
+                f"No direction is left for later tasks in {', '.join(full)}. Use a lower threshold (it is "
+                f"{threshold:g}) or wider layers.",
+            )
+
+    def _collect(self, batches: Iterable[Any], forward: Forward) -> dict[str, Tensor]:
+        """Per weight, inputs of its layer on a random sample of the task's data: (groups, columns, inputs)."""
+        draw = torch.Generator().manual_seed(self.config.seed * 1009 + len(self.tasks))
+        sample, count = draw_rows(batches, self.config.samples, draw)
+        names = {id(p): name for name, p in self._trunk().items()}
+        found: dict[str, list[Tensor]] = {}
+        with undisturbed(self.model), ExitStack() as stack:
+            for module in self.model.modules():
+                weight = module._parameters.get("weight")
+                if isinstance(module, LAYERS) and id(weight) in names:
+                    name = names[id(weight)]
+
+                    def hook(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                        given = args[0] if args else kwargs["input"]
+                        limit = math.ceil(COLUMNS * min(CHUNK, count) / count)
+                        found.setdefault(name, []).append(layer_inputs(layer, given, limit, draw))
+
+                    stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+            for at in range(0, count, CHUNK):
+                forward(_take(sample, torch.arange(at, min(at + CHUNK, count))))
+        if not found:
+            raise RuntimeError("No layer ran while end_task collected inputs: does `forward` run the model?")
+        return {name: torch.cat(parts, 2) for name, parts in _of_all_ranks(found).items()}
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._anchors, self._weights = {}, {}
+
+    # What it reports, saving -----------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the last task: `directions` held per weight, `used_capacity`, their share of all, and the threshold."""
+        return dict(self._figures)
+
+    def memory(self) -> dict[str, int]:
+        """Floats of the bases; while a task is under way, also the weights it began with."""
+        tensors = [*self.bases.values(), *self._anchors.values()]
+        return {
+            **super().memory(),
+            "bases": sum(basis.numel() for basis in self.bases.values()),
+            "anchors": sum(anchor.numel() for anchor in self._anchors.values()),
+            "bytes": sum(t.numel() * t.element_size() for t in tensors),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "bases": {name: basis.clone() for name, basis in self.bases.items()},
+            "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
+            "figures": dict(self._figures),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
+        place = next(self.model.parameters()).device
+        if state["method"] == type(self).__name__:
+            self.bases = {name: basis.to(place, copy=True) for name, basis in state["bases"].items()}
+        super().load_state_dict(state, *optimizers)
+        self._figures = dict(state["figures"])
+        if self.task is not None:
+            self._find()
+            self._anchors = {name: anchor.to(place, copy=True) for name, anchor in state["anchors"].items()}
+
+
+def project(change: Tensor, basis: Tensor) -> Tensor:
+    """The part of `change`, shaped as the weight (rows, columns, …), at right angles to the basis."""
+    if not basis.shape[2]:
+        return change
+    rows = change.reshape(len(basis), -1, basis.shape[1]).to(basis.dtype)
+    left = rows - (rows @ basis) @ basis.mT
+    return left.view(change.shape).to(change.dtype)
+
+
+def extend(known: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
+    """A basis that holds `threshold` of the energy of `inputs` (groups, columns, inputs), with `known` as its start."""
+    grown = []
+    for number, given in enumerate(inputs.double()):
+        basis = given.new_empty(len(given), 0) if known is None else known[number].double()
+        basis = basis[:, (basis != 0).any(0)]
+        rest = given - basis @ (basis.T @ given)
+        directions, sizes, _ = torch.linalg.svd(rest, full_matrices=False)
+        total, energy = given.square().sum(), sizes.square()
+        held = (total - energy.sum()).clamp(min=0) + energy.cumsum(0)  # with 1, 2, … more directions
+        enough = int((held < threshold * total).sum()) + 1 if held[0] - energy[0] < threshold * total else 0
+        real = int((sizes > given.abs().max() * max(given.shape) * torch.finfo(inputs.dtype).eps).sum())
+        count = min(enough, real, len(given) - basis.shape[1])
+        both = torch.linalg.qr(torch.cat([basis, directions[:, :count]], 1))[0]
+        grown.append(both.to(inputs.dtype))
+    widest = max(basis.shape[1] for basis in grown)
+    return torch.stack([F.pad(basis, (0, widest - basis.shape[1])) for basis in grown])
+
+
+def _ranks(basis: Tensor) -> list[int]:
+    """Directions of each group."""
+    counts: list[int] = (basis != 0).any(1).sum(1).tolist()
+    return counts
+
+
+def layer_inputs(layer: nn.Module, given: Tensor, limit: int, draw: torch.Generator) -> Tensor:
+    """What each row of a layer's weight is multiplied with, at most `limit` of it: (groups, columns, inputs)."""
+    if isinstance(layer, nn.Linear):
+        rows = given.flatten(0, -2)
+        return rows[_choose(len(rows), limit, draw).to(rows.device)].T[None]
+    sizes, steps, spread, groups = layer.kernel_size, layer.stride, layer.dilation, layer.groups
+    assert isinstance(sizes, tuple)
+    if given.dim() == len(sizes) + 1:
+        given = given[None]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    given = F.pad(given, layer._reversed_padding_repeated_twice, mode=mode)  # type: ignore[arg-type]
+    for dim, (size, step, apart) in enumerate(zip(sizes, steps, spread, strict=True), start=2):  # type: ignore[arg-type]
+        given = given.unfold(dim, apart * (size - 1) + 1, step)[..., ::apart]
+    windows = given.movedim(1, 1 + len(sizes))  # (batch, positions…, channels, kernel…): a view, too large to copy
+    places = windows.shape[: 1 + len(sizes)]
+    chosen = torch.unravel_index(_choose(math.prod(places), limit, draw), places)
+    inputs = windows[tuple(index.to(given.device) for index in chosen)]
+    return inputs.reshape(len(inputs), int(groups), -1).permute(1, 2, 0)  # type: ignore[arg-type]
+
+
+def draw_rows(batches: Iterable[Any], count: int, draw: torch.Generator) -> tuple[Any, int]:
+    """A random sample of `count` rows of all batches laid end to end, as one batch, and how many it has."""
+    kept: Any = None
+    keys = torch.empty(0)
+    for batch in batches:
+        size = next((len(leaf) for leaf in tree_flatten(batch)[0] if _has_rows(leaf)), 0)
+        if not size:
+            raise TypeError(f"GPM draws rows from `batches`, and found no tensor in a {type(batch).__name__}.")
+        keys = torch.cat([keys, torch.rand(size, generator=draw)])
+        kept = batch if kept is None else _append(kept, batch)
+        if len(keys) > count:
+            rows = keys.topk(count).indices.sort().values
+            kept, keys = _take(kept, rows), keys[rows]
+    if kept is None:
+        raise RuntimeError("`batches` was empty: the directions of a task cannot be found without its data.")
+    return kept, len(keys)
+
+
+def _of_all_ranks(found: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    """Every rank sees a part of the data; all must find the same directions."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return found
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {name: [part.cpu() for part in parts] for name, parts in found.items()})
+    return {name: [part.to(parts[0].device) for rank in ranks for part in rank[name]] for name, parts in found.items()}
+
+
+def _of_first_rank(basis: Tensor) -> Tensor:
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(basis, 0)
+    return basis
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _take(batch: Any, rows: Tensor) -> Any:
+    leaves, shape = tree_flatten(batch)
+    return tree_unflatten([leaf[rows.to(leaf.device)] if _has_rows(leaf) else leaf for leaf in leaves], shape)
+
+
+def _append(batch: Any, more: Any) -> Any:
+    leaves, shape = tree_flatten(batch)
+    pairs = zip(leaves, tree_flatten(more)[0], strict=True)
+    return tree_unflatten([torch.cat([a, b]) if _has_rows(a) else a for a, b in pairs], shape)
+
+
+def _choose(size: int, limit: int, draw: torch.Generator) -> Tensor:
+    return torch.arange(size) if size <= limit else torch.randperm(size, generator=draw)[:limit].sort().values

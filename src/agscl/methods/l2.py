@@ -1,0 +1,45 @@
+"""L2 to the previous weights: every weight is held alike, whether earlier tasks need it or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from agscl.methods.weightwise import WeightConfig, WeightMethod
+
+__all__ = ["L2", "L2Config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2Config(WeightConfig):
+    """Settings of L2."""
+
+    lam: float = 1.0
+    """λ: the penalty is λ/2 Σ (θ − θ*)²."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least("lam", 0)
+
+
+class L2(WeightMethod):
+    """Pull every weight back to where the previous task left it; the yardstick for what importances are worth.
+
+    >>> method = L2(model, lam=1.0)
+    """
+
+    Config = L2Config
+    config: L2Config
+
+    @property
+    def strength(self) -> float:
+        return self.config.lam / 2
+
+    def _known(self) -> list[Mapping[str, Tensor] | None]:
+        return [self.anchors, None]
+
+    def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
+        self.importances.clear()  # all are 1
+        self.anchors.update({name: parameter.detach().clone() for name, parameter in protected.items()})
