@@ -28,10 +28,18 @@ def machine() -> dict[str, Any]:
 def record(path: Path, figures: dict[str, Any]) -> None:
     """Write figures to `path` as JSON, with what anyone needs to repeat them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", *(os.path.relpath(part) if Path(part).exists() else part for part in sys.argv)])
-    content = {"command": command, "commit": commit(), "machine": machine(), **figures}
+    content = {"command": command(), "commit": commit(), "machine": machine(), **figures}
     path.write_text(json.dumps(content, indent=2) + "\n")
     print(f"written: {path}")
+
+
+def command() -> str:
+    """How this program was called, less where its output went."""
+    words = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["python", *words])
 
 
 def commit() -> str:

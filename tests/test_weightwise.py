@@ -907,11 +907,36 @@ def test_methods_act_together_and_their_order_makes_no_difference_to_a_single_bi
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
         method, model, optimizer = together(order)
         for number in range(3):
-            learn(method, optimizer, number)
+            learn(method, optimizer, number, end=False)
+            method.end_task(iter(blobs(number)))  # also batches that can be walked through only once
+        assert all(p.requires_grad for p in model.parameters())
         found.append((bits(model), method.memory(), repr(method)))
     assert same(found[0][0], found[1][0])
     assert same(found[0][0], found[2][0])
     assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.parametrize("ended", ["in order", "in reverse"])
+def test_methods_given_to_one_optimizer_one_by_one_do_not_depend_on_the_order_either(ended):
+    found = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(), features=32)
+        kinds = [EWC(model, lam=5.0), EWC(model, lam=20.0), MAS(model, lam=0.1)]
+        methods, optimizer = [kinds[place] for place in order], adam(model)
+        for number in range(3):
+            model.add_head(f"t{number}", 3)
+            for method in methods:
+                method.begin_task(f"t{number}", optimizer)
+            for x, y in blobs(number) * 3:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x, f"t{number}"), y).backward()
+                optimizer.step()
+            for method in methods if ended == "in order" else reversed(methods):
+                method.end_task(blobs(number))
+            assert all(p.requires_grad for p in model.parameters())
+        found.append(bits(model))
+    assert same(*found)
 
 
 def test_the_penalties_of_methods_together_add_up():

@@ -166,8 +166,8 @@ def compare(
     from agscl.terminal import Comparing, comparison, percent, say
 
     changed = _given(epochs=epochs, batch_size=batch_size, lr=lr)
-    jobs = len(os.sched_getaffinity(0)) if jobs is None and hasattr(os, "sched_getaffinity") else jobs or os.cpu_count()
-    if seeds < 1 or jobs is None or jobs < 1:
+    jobs = _cores() if jobs is None else jobs
+    if seeds < 1 or jobs < 1:
         raise WrongUse("--seeds and --jobs must be at least 1")
     folder = runs / (name or _named(f"compare-{preset}", device, changed))
     _check_name(folder, runs)
@@ -366,6 +366,10 @@ def _settings(method: str, pairs: tuple[str, ...]) -> dict[str, Any]:
                 raise WrongUse(f"{method} has no setting {key!r}. It has: {', '.join(kinds)}")
             found[key] = read_setting(kinds[key], key, text)
     return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_name(folder: Path, runs: Path) -> None:

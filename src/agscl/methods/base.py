@@ -380,8 +380,10 @@ class Method:
         home["params"].extend(missing)
 
     def _hold_still(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            self._requires.append((parameter, parameter.requires_grad))
+        others = [m for o in self._optimizers if o in _Hooks._of for m in _Hooks._of[o].methods if m is not self]
+        held = {id(p): required for method in others for p, required in method._requires}
+        for parameter in parameters:  # what another method holds still already was trained before
+            self._requires.append((parameter, held.get(id(parameter), parameter.requires_grad)))
             parameter.requires_grad_(False)
             parameter.grad = None
             self._still.append(parameter)

@@ -44,11 +44,11 @@ class Together(Method):
     ) -> None:
         begun: list[Method] = []
         try:
-            for method in reversed(self.methods):  # the first to hold heads still is the last to let them go
+            for method in self.methods:
                 method.begin_task(task, *optimizers, epochs=epochs, steps_per_epoch=steps_per_epoch)
                 begun.append(method)
         except BaseException:
-            for method in reversed(begun):
+            for method in begun:
                 method._leave()
                 method.tasks, method.task = method.tasks[:-1], None
             raise
@@ -104,7 +104,7 @@ class Together(Method):
             raise ValueError(f"This is the state of {', '.join(saved) or state['method']}, not of {', '.join(kinds)}.")
         for method in self.methods:
             method._leave()
-        for method, one in reversed(list(zip(self.methods, state["methods"], strict=True))):
+        for method, one in zip(self.methods, state["methods"], strict=True):
             method.load_state_dict(one, *optimizers)
         self.tasks, self.task = list(state["tasks"]), state["task"]
         self._head_digests = dict(state["heads"])

@@ -1,0 +1,53 @@
+"""On real drawings: once every important node is frozen, nothing at all is forgotten."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from agscl import tasks
+from agscl.experiments.execute import build
+from agscl.experiments.presets import configure
+from agscl.supervised import Trainer
+
+DATA = Path(os.environ.get("AGSCL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@pytest.mark.skipif(not (DATA / "omniglot").is_dir(), reason="needs omniglot/all.parquet in the folder AGSCL_DATA")
+def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(monkeypatch):
+    monkeypatch.setenv("AGSCL_DATA", str(DATA))
+    config = configure("omniglot5", method="agscl", seed=0, epochs=3, lam=1e6, mu=40.0)
+    sequence = tasks.load("omniglot", seed=0, alphabets=2)
+    model, method = build(config, "agscl", sequence[0].train_x[:2])
+    trainer = Trainer(model, method, sequence, config.training, seed=0)
+    old = None
+    while trainer.advance():
+        if trainer.task_index == 1 and old is None:
+            model.eval()
+            with torch.no_grad():
+                old = model(sequence[0].test_x, sequence[0].name)
+            model.train()
+    figures = trainer.statistics[1]
+    assert figures["frozen"] == figures["important_before"] > 0
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(old, model(sequence[0].test_x, sequence[0].name))
+    assert trainer.accuracies[1][0] == trainer.accuracies[0][0]
+
+
+@pytest.mark.parametrize("name", ["omniglot5", "omniglot50"])
+def test_in_the_measured_runs_no_accuracy_changes_in_a_task_that_left_every_important_node_alone(name):
+    shown = 0
+    for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]:
+        outcome = run["methods"]["agscl"]
+        accuracies = outcome["accuracies"]
+        for task, figures in enumerate(outcome["statistics"]):
+            if task and figures["frozen"] == figures["important_before"]:
+                shown += 1
+                assert accuracies[task][:task] == accuracies[task - 1], (run["seed"], task)
+    assert shown > 0
