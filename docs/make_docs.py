@@ -69,7 +69,10 @@ def omniglot5() -> str:
     result = load("omniglot5")
     if result is None:
         return ""
-    lines = ["| seed | method | average accuracy, % | forgetting, % | important nodes frozen, by task |", "|---|---|---|---|---|"]
+    lines = [
+        "| seed | method | average accuracy, % | forgetting, % | important nodes frozen, by task |",
+        "|---|---|---|---|---|",
+    ]
     for run in result["runs"]:
         for name, outcome in run["methods"].items():
             frozen = [f"{s['frozen']}/{s['important_before']}" for s in outcome["statistics"] if s]

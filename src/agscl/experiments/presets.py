@@ -41,7 +41,18 @@ PRESETS: dict[str, Preset] = {
         network="mlp",
         network_options={"inputs": 64, "widths": [50, 50, 50]},
         training=TrainingConfig(epochs=30, batch_size=32, lr=1e-2, patience=None, restore_best=False),
-        methods={"agscl": {"mu": 10.0, "lam": 2000.0, "rho": 0.3}, "finetune": {}},
+        methods={
+            "agscl": {"mu": 10.0, "lam": 1000.0, "rho": 0.3},
+            "ewc": {"lam": 10_000.0},
+            "si": {"c": 1000.0},
+            "rwalk": {"lam": 1.0},
+            "mas": {"lam": 0.1},
+            "hat": {"c": 0.75},
+            "packnet": {"share": 0.9},
+            "lwf": {"weight": 10.0},
+            "l2": {"lam": 1.0},
+            "gpm": {"threshold": 0.95},
+        },
         threads=1,  # so small a network is faster on one core
     ),
     "omniglot5": Preset(

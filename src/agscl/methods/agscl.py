@@ -348,7 +348,7 @@ class AGSCL(NodeMethod):
     def _let_go(self) -> None:
         for kept in self._kept:
             kept.close()
-        self._kept, self._masks = [], []
+        self._kept, self._masks, self._sizes = [], [], torch.empty(0)
 
     # What it reports -------------------------------------------------------------------------------------------------
 
@@ -372,19 +372,18 @@ class AGSCL(NodeMethod):
         return dict(self._figures)
 
     def memory(self) -> dict[str, int]:
-        """Held between tasks: floats of importances, anchors, BatchNorm statistics and starting weights, an integer per
-        node for the masks; and `bytes` in all, the certificate's digests included."""
+        """Held between tasks: floats of importances, anchors and starting weights, an integer per node for the masks;
+        the certificate's `digests` in bytes; and `bytes` in all."""
         if self._graph is None:
             return super().memory()
-        kept = sum(2 * int((~self.free)[norm.groups.to(self.first.device)].sum()) for norm in self.graph.norms.values())
         tensors = [self.omega, self.first, *self.anchors, *self._start]
         return {
             "importances": self.omega.numel(),
             "anchors": sum(part.numel() for part in self.anchors),
             "masks": self.first.numel(),
-            "statistics": kept,
             "start": sum(part.numel() for part in self._start),
-            "bytes": sum(t.numel() * t.element_size() for t in tensors) + 4 * kept + self._ledger.bytes,
+            "digests": self._ledger.bytes,
+            "bytes": sum(t.numel() * t.element_size() for t in tensors) + self._ledger.bytes,
         }
 
     def _claims(self) -> dict[str, Any]:
