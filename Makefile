@@ -32,8 +32,8 @@ slow: $(READY)  ## the tests that take minutes
 bench: $(READY)  ## what the method adds to a training step
 	$(BIN)/python benchmarks/overhead.py
 
-docs: $(READY)  ## the figures in docs/, made by the code
-	$(BIN)/python docs/make_figures.py
+docs: $(READY)  ## the tables and figures of README and docs/, made from results/
+	$(BIN)/python docs/make_docs.py
 
 clean:  ## remove the environment and caches, never runs/
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,29 +1,34 @@
+import io
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from agscl import terminal
 from agscl.analysis import metrics
 from agscl.cli import main
+from agscl.experiments import compare
 from agscl.experiments.compare import spread
 from agscl.experiments.execute import comparable, execute
 from agscl.experiments.presets import configure
 from agscl.runs import Run
 
-SMALL = ["compare", "digits", "--methods", "l2,si", "--seeds", "2", "--jobs", "2", "--name", "small"]
-SMALL += ["--epochs", "1", "--batch-size", "64", "--checkpoint-every", "0.1"]
-ALONE = ["compare", "--methods", "finetune", "--seeds", "1", "--epochs", "1"]
+SMALL = ["compare", "digits", "--methods", "l2,si", "--seeds", "2", "--name", "small"]
+SMALL += ["--epochs", "1", "--batch-size", "64", "--checkpoint-every", "0.1", "--jobs"]
+SMALL, ONE_AT_A_TIME = [*SMALL, "2"], [*SMALL, "1"]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "agscl.cli", *(arguments or SMALL)]
+def start(folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agscl.cli", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -41,7 +46,7 @@ def results(folder: Path) -> dict[str, dict]:
 def compared(tmp_path_factory):
     """A small comparison that was never stopped, and what it printed."""
     folder = tmp_path_factory.mktemp("compared")
-    code, output = finish(start(folder))
+    code, output = finish(start(folder, SMALL))
     assert code == 0, output
     return folder, output
 
@@ -108,7 +113,7 @@ def start_training(folder: Path) -> subprocess.Popen[str]:
         return set((folder / "runs/small").glob("*/checkpoints/*.json"))
 
     before = checkpoints()
-    process = start(folder)
+    process = start(folder, ONE_AT_A_TIME)
     while checkpoints() <= before and process.poll() is None:
         time.sleep(0.005)
     return process
@@ -127,16 +132,23 @@ def test_killed_then_interrupted_then_started_again_every_run_ends_with_the_same
     assert "Traceback" not in output
     assert len(results(tmp_path)) < 6
 
-    code, output = finish(start(tmp_path))
+    code, output = finish(start(tmp_path, ONE_AT_A_TIME))
     assert code == 0, output
     assert results(tmp_path) == results(compared[0])
 
 
-def test_a_run_that_fails_is_named_at_the_end_and_the_exit_code_is_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([*ALONE, "--lr", "1e30"]) == 1
+def test_a_run_that_fails_leaves_the_others_alone_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(compared[0])
+    monkeypatch.setattr(compare, "_halt", threading.Event(), raising=False)
+    broken = compare.Job(configure("digits", method="l2", epochs=1, lr=1e30, reference=False), tmp_path / "broken")
+    ended = compare._work(broken, 1e9)
+    assert "l2: the loss or a weight became infinite or NaN in task 1" in ended.failed
+
+    monkeypatch.setattr(compare, "run_all", lambda jobs, **options: options["ended"](broken, ended))
+    assert main(SMALL) == 1
     shown = capsys.readouterr().out
-    assert "FAILED fine-tuning, seed 0: finetune: the loss or a weight became infinite or NaN in task 1" in shown
+    assert "FAILED L2, seed 0: l2: the loss" in shown
+    assert "fine-tuning" in shown
 
 
 @pytest.mark.parametrize(
@@ -154,6 +166,24 @@ def test_a_users_mistake_in_a_comparison_is_one_line_and_exit_code_2(arguments, 
     assert main(["compare", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(compared, tmp_path, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=written, force_terminal=True, width=80))
+    plan = compare.plan("digits", ["l2"], 1, tmp_path)
+    (tmp_path / "l2-seed0").mkdir()
+    (tmp_path / "l2-seed0" / "events.jsonl").write_text('{"progress": 0.5}\n{"progress": 0.7')
+    with terminal.Comparing(plan) as progress:
+        progress.show(plan)
+        progress.ended(plan[1], "average accuracy 90.0 %")
+        progress.show(plan[:1])
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+    lines = shown.replace("\r", "\n").splitlines()
+    bars = [line for line in lines if line.startswith(("all", "L2"))]
+    assert any("75 %" in line and "1 of 2 runs" in line for line in bars)
+    assert any(line.startswith("L2, seed 0") and "50 %" in line for line in bars)
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_deviation_needs_two_values():

@@ -96,7 +96,7 @@ class Comparing(_Live):
         self._jobs = jobs
         self._ended = sum(job.finished for job in jobs)
         self._whole = self._live.add_task("all", total=len(jobs), completed=self._ended, note=self._count())
-        self._bars: dict[Job, rich.progress.TaskID] = {}
+        self._bars: dict[Path, rich.progress.TaskID] = {}  # by the run's folder
 
     def _count(self) -> str:
         return f"{self._ended} of {len(self._jobs)} runs"
@@ -108,22 +108,23 @@ class Comparing(_Live):
     def show(self, running: list[Job]) -> None:
         if not console.is_terminal:
             return
-        for job in [job for job in self._bars if job not in running]:
-            self._live.remove_task(self._bars.pop(job))
+        under_way = {job.folder: progress for job in running if (progress := job.progress)}
+        for folder in [folder for folder in self._bars if folder not in under_way]:
+            self._live.remove_task(self._bars.pop(folder))
         for job in running:
-            if job not in self._bars and job.progress:
-                self._bars[job] = self._live.add_task(str(job), total=1.0, note="")
-            if job in self._bars:
-                self._live.update(self._bars[job], completed=job.progress)
-        parts = sum(job.progress for job in self._bars)
-        self._live.update(self._whole, completed=self._ended + parts, note=self._count())
+            if job.folder in under_way and job.folder not in self._bars:
+                self._bars[job.folder] = self._live.add_task(str(job), total=1.0, note="")
+        for folder, progress in under_way.items():
+            self._live.update(self._bars[folder], completed=progress)
+        done = self._ended + sum(under_way.values())
+        self._live.update(self._whole, completed=done, note=self._count())
 
 
 def comparison(compared: Mapping[str, Any]) -> None:
     """The end of `agscl compare`: mean ± standard deviation, methods in the order of the paper's table."""
     seeds = max(len(outcome["seeds"]) for outcome in compared.values())
     table = _table(
-        f"Mean ± standard deviation over {seeds} seed{'s' if seeds > 1 else ''}",
+        f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed",
         "method",
         "average acc., %",
         "plasticity",

@@ -25,7 +25,17 @@ from agscl.methods.base import Method, SelfCheckWarning
 from agscl.methods.finetune import FineTune
 from agscl.tasks import Task, load
 
-__all__ = ["CHECKS", "NETWORKS", "OPTIMIZERS", "ContractBroken", "Report", "check_method", "forgetting_of", "measure"]
+__all__ = [
+    "CHECKS",
+    "NETWORKS",
+    "OPTIMIZERS",
+    "Cell",
+    "ContractBroken",
+    "Report",
+    "check_method",
+    "forgetting_of",
+    "measure",
+]
 
 BATCH = 32
 LEAST_LOSS = 0.15  # what fine-tuning must lose for a cell to mean anything
@@ -90,7 +100,7 @@ def _adam(parameters: Iterator[nn.Parameter]) -> Optimizer:
 
 
 def _sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.03, momentum=0.9)
 
 
 def _adamw(parameters: Iterator[nn.Parameter]) -> Optimizer:
