@@ -86,7 +86,7 @@ def cell(job: tuple[str, str, str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--search", default="", help="methods to find settings for first, e.g. EWC,SI, or all")
+    parser.add_argument("--search", default="", help="cells to find settings for first, e.g. EWC,SI/residual, or all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--methods", default=",".join(GRIDS))
     parser.add_argument("--settings", type=Path, default=SETTINGS, help="where the settings of each cell are kept")
@@ -97,7 +97,8 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
         if arguments.search:
             wanted = names if arguments.search == "all" else arguments.search.split(",")
-            jobs = [(*each, settings) for each in cells if each[0] in wanted for settings in grid(each[0], each[2])]
+            chosen = [each for each in cells if any("/".join(each).startswith(part) for part in wanted)]
+            jobs = [(*each, settings) for each in chosen for settings in grid(each[0], each[2])]
             stored = json.loads(arguments.settings.read_text()) if arguments.settings.exists() else {}
             best: dict[tuple[str, str], float] = {}
             for name, network, optimizer, settings, score in pool.imap_unordered(search, jobs):
