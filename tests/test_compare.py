@@ -90,7 +90,7 @@ def test_a_run_of_a_comparison_has_the_same_bits_as_the_run_command_gives(compar
     assert mine["accuracies"] == theirs["accuracies"]
 
 
-def test_the_same_command_repeats_no_finished_run_and_one_more_seed_runs_only_that(compared, monkeypatch, capsys):
+def test_the_same_command_repeats_no_finished_run(compared, monkeypatch, capsys):
     folder, _ = compared
     monkeypatch.chdir(folder)
     logs = sorted(Path("runs/small").glob("*/events.jsonl"))
@@ -168,7 +168,7 @@ def test_a_users_mistake_in_a_comparison_is_one_line_and_exit_code_2(arguments, 
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(compared, tmp_path, monkeypatch):
+def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(tmp_path, monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=written, force_terminal=True, width=80))
     plan = compare.plan("digits", ["l2"], 1, tmp_path)

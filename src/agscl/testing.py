@@ -173,7 +173,7 @@ class Cell:
             x, y = self.batches(number, step // each)[step % each]
 
             def backward(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=False)  # zeros let momentum and decay move what is not held still
                 output = model(x, task)
                 loss = F.cross_entropy(output, y) + method.loss(x, output)
                 loss.backward()
