@@ -1,6 +1,6 @@
 """The search behind the settings of the preset `digits`: every method alike, five values of its main setting.
 
-python benchmarks/settings.py [--jobs 2]
+python benchmarks/settings.py [--jobs 2] [--methods agscl,ewc] [--seeds 2]
 
 It uses seeds that no comparison uses. The best value has the highest mean of average accuracy.
 """
@@ -18,7 +18,7 @@ from agscl.experiments.compare import Ended, Job, run_all
 from agscl.experiments.presets import configure
 from agscl.runs.folder import read_json
 
-SEEDS = (1000, 1001)
+FIRST_SEED = 1000
 SEARCHED: dict[str, tuple[str, list[float]]] = {
     "agscl": ("lam", [200, 500, 1000, 2000, 5000]),
     "ewc": ("lam", [1e1, 1e2, 1e3, 1e4, 1e5]),
@@ -38,17 +38,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/settings-digits"))
     parser.add_argument("--out", type=Path, default=Path("results/digits_settings.json"))
+    parser.add_argument("--methods", default=",".join(SEARCHED))
+    parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
+    seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
+    searched = {name: SEARCHED[name] for name in arguments.methods.split(",")}
 
     tried: dict[tuple[str, float], list[Job]] = {}
-    for method, (setting, values) in SEARCHED.items():
+    for method, (setting, values) in searched.items():
         for value in values:
             tried[method, value] = [
                 Job(
                     configure("digits", method=method, seed=seed, reference=False, **{setting: value}),
                     arguments.runs / f"{method}-{setting}{value:g}-seed{seed}",
                 )
-                for seed in SEEDS
+                for seed in seeds
             ]
 
     def ended(job: Job, how: Ended) -> None:
@@ -58,7 +62,7 @@ def main() -> None:
     run_all(every, processes=arguments.jobs, checkpoint_every=1e9, ended=ended)
 
     found: dict[str, Any] = {}
-    for method, (setting, values) in SEARCHED.items():
+    for method, (setting, values) in searched.items():
         averages = {value: [_average(job) for job in tried[method, value]] for value in values}
         best = max(values, key=lambda value: statistics.mean(averages[value]))
         found[method] = {
@@ -70,7 +74,7 @@ def main() -> None:
             ],
         }
         print(method, setting, {value: round(100 * statistics.mean(averages[value]), 1) for value in values}, "→", best)
-    record(arguments.out, {"preset": "digits", "seeds": list(SEEDS), "methods": found})
+    record(arguments.out, {"preset": "digits", "seeds": list(seeds), "methods": found})
 
 
 def _average(job: Job) -> float:

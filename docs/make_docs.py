@@ -16,6 +16,7 @@ from typing import Any
 
 HOME = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/results.md"]
+COLUMNS = (("average_accuracy", 100, 1), ("plasticity", 1, 3), ("stability", 1, 3), ("forgetting", 100, 1))
 NAMES = {"finetune": "fine-tuning", "agscl": "AGS-CL"}
 
 
@@ -83,7 +84,71 @@ def omniglot5() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"digits": digits, "overhead": overhead, "omniglot5": omniglot5}
+def omniglot50() -> str:
+    result = load("omniglot50")
+    if result is None:
+        return ""
+    lines = [
+        "| seed | method | average accuracy, % | forgetting, % | all important nodes frozen from |",
+        "|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        for name, outcome in run["methods"].items():
+            moving = [i for i, s in enumerate(outcome["statistics"]) if s and s["frozen"] < s["important_before"]]
+            since = f"task {moving[-1] + 2} of {len(run['tasks'])}" if moving else "–"
+            lines.append(
+                f"| {run['seed']} | {NAMES[name]} | {100 * outcome['average_accuracy']:.1f} "
+                f"| {100 * outcome['forgetting']:.2f} | {since} |"
+            )
+    return "\n".join([*lines, "", source(result)])
+
+
+def comparison() -> str:
+    result = load("digits_comparison")
+    if result is None:
+        return ""
+    lines = [
+        "| method | average accuracy, % | plasticity | stability | forgetting, % |",
+        "|---|---|---|---|---|",
+    ]
+    for name, of in result["methods"].items():
+        parts = [
+            f"{scale * of[key]['mean']:.{digits}f} ± {scale * of[key]['deviation']:.{digits}f}"
+            for key, scale, digits in COLUMNS
+        ]
+        lines.append(f"| {name} | " + " | ".join(parts) + " |")
+    return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
+
+
+def contract() -> str:
+    result = load("contract")
+    if result is None:
+        return ""
+    cells = {(row["method"], row["network"], row["optimizer"]): row for row in result["cells"]}
+    columns = list(dict.fromkeys((network, optimizer) for _, network, optimizer in cells))
+    held = sum(row["checks"] == "passed" and not row["complaint"] for row in cells.values())
+    lines = [
+        "| share saved | " + " | ".join(f"{network} {optimizer}" for network, optimizer in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name in dict.fromkeys(method for method, _, _ in cells):
+        marks = []
+        for place in columns:
+            row = cells[name, *place]
+            mark = "diverged" if row["saved"] is None else f"{row['saved']:.2f}"
+            marks.append(mark if row["checks"] == "passed" and not row["complaint"] else f"*{mark}*")
+        lines.append(f"| {name} | " + " | ".join(marks) + " |")
+    return "\n".join([*lines, "", f"{held} of {len(cells)} cells hold; the others are in italics. {source(result)}"])
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "digits": digits,
+    "overhead": overhead,
+    "omniglot5": omniglot5,
+    "omniglot50": omniglot50,
+    "comparison": comparison,
+    "contract": contract,
+}
 
 
 def filled(text: str) -> str:

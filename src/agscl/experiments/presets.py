@@ -42,7 +42,7 @@ PRESETS: dict[str, Preset] = {
         network_options={"inputs": 64, "widths": [50, 50, 50]},
         training=TrainingConfig(epochs=30, batch_size=32, lr=1e-2, patience=None, restore_best=False),
         methods={
-            "agscl": {"mu": 10.0, "lam": 1000.0, "rho": 0.3},
+            "agscl": {"mu": 10.0, "lam": 5000.0, "rho": 0.3},
             "ewc": {"lam": 10_000.0},
             "si": {"c": 1000.0},
             "rwalk": {"lam": 1.0},
