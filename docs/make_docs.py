@@ -179,7 +179,8 @@ def draw() -> None:
         shown = axis.imshow(table, vmin=0, vmax=1, cmap="RdYlGn")
         for i in range(size):
             for j in range(i + 1):
-                axis.text(j, i, f"{100 * rows[i][j]:.0f}", ha="center", va="center", fontsize=9)
+                color = "white" if rows[i][j] > 0.85 else "black"
+                axis.text(j, i, f"{100 * rows[i][j]:.0f}", ha="center", va="center", fontsize=9, color=color)
         axis.set_title(f"{NAMES[name]}: {100 * outcome['average_accuracy']:.1f} % at the end")
         axis.set_xticks(range(size), run["tasks"])
         axis.set_yticks(range(size), run["tasks"])

@@ -303,6 +303,17 @@ def test_old_logits_keep_their_bits_under(name: str, optimizer: str) -> None:
     assert_old_logits_kept(record)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@networks
+def test_every_network_keeps_old_logits_and_frozen_rows_under_every_optimizer(name: str, optimizer: str) -> None:
+    record = learned(name, optimizer)
+    assert_not_empty(record)
+    assert_old_logits_kept(record)
+    for task in (1, 2):
+        assert not (moved(record, task) & ~record.free[task - 1]).any()
+
+
 @networks
 def test_with_infinite_lam_important_rows_keep_their_bits_and_free_ones_move(name: str) -> None:
     record = learned(name)
@@ -365,7 +376,7 @@ def test_a_frozen_backbone_keeps_every_bit_its_running_statistics_included() -> 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet", "alexnet", "vgg", "conv3d"])
 def test_a_node_is_free_exactly_if_no_training_sample_activates_it(name: str) -> None:
-    """Measured without the method: what the readers of each node see, just before the task ends."""
+    """Measured without the method: what the readers of each node see once the task has ended, weights untouched."""
     model, shape = build(name)
     method = AGSCL(model, mu=MU, lam=math.inf, rand_init=False, zero_init="off")
     optimizer = OPTIMIZERS["Adam"](model.parameters())
@@ -374,6 +385,7 @@ def test_a_node_is_free_exactly_if_no_training_sample_activates_it(name: str) ->
     batches = data(shape, "a")
     plain_epoch(Record(model, method, optimizer), "a", batches)
     method.end_epoch()
+    method.end_task(batches)
     seen = torch.zeros(method.graph.size, dtype=torch.bool)
 
     def watch(sources: Tensor) -> Any:
@@ -391,8 +403,6 @@ def test_a_node_is_free_exactly_if_no_training_sample_activates_it(name: str) ->
             model(x, "a")
     for handle in handles:
         handle.remove()
-    model.train()
-    method.end_task(batches)
     assert torch.equal(importance(method) > 0, seen)
     assert seen.any()
     assert not seen.all()

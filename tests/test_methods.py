@@ -610,3 +610,23 @@ def test_a_state_loaded_and_saved_again_before_any_forward_pass_is_not_lost():
     again = other.state_dict()
     assert again.keys() == state.keys()
     assert torch.equal(again["omega"], state["omega"])
+
+
+def test_batchnorm_statistics_follow_the_weights_that_the_last_proximal_step_shrank():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU())
+    model = MultiHead(trunk, features=48)
+    optimizer = adam(model)
+    method = AGSCL(model, mu=10, lam=1000, rho=0.3)
+    learn(method, optimizer, 0)
+    norm = trunk[1]
+    tracked = int(norm.num_batches_tracked)
+    x = torch.cat([x for x, _ in blobs(0)])
+    important = ~method.free[:48]
+    with torch.no_grad():
+        actual = trunk[0](x).var(0)[important]
+    ratio = norm.running_var[important] / actual
+    assert float((ratio - 1).abs().median()) < 0.2
+    assert norm.momentum == 0.1
+    assert tracked == 32
+    assert norm.training
