@@ -630,3 +630,159 @@ def test_batchnorm_statistics_follow_the_weights_that_the_last_proximal_step_shr
     assert norm.momentum == 0.1
     assert tracked == 32
     assert norm.training
+
+
+# Found by review ------------------------------------------------------------------------------------------------------
+
+
+def test_importance_is_right_where_a_model_folds_time_into_the_batch():
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 16)
+
+        def forward(self, x):
+            features = F.relu(self.conv(x.flatten(0, 1))).mean((2, 3)).unflatten(0, x.shape[:2]).mean(1)
+            return F.relu(self.fc(features))
+
+    torch.manual_seed(0)
+    trunk = Folded()
+    model = MultiHead(trunk, features=16)
+    x, y = torch.randn(6, 4, 1, 8, 8), torch.randint(3, (6,))  # as many channels as rows of the image
+    optimizer = adam(model)
+    method = AGSCL(model, mu=1, lam=10)
+    model.add_head("a", 3)
+    method.begin_task("a", optimizer)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, "a"), y).backward()
+    optimizer.step()
+    method.end_epoch()
+    with torch.no_grad():
+        trunk.conv.weight[0] = 0
+        trunk.conv.bias[0] = -1  # dead
+        expected = F.relu(trunk.conv(x.flatten(0, 1))).mean((0, 2, 3))
+    method.end_task([(x, y)])
+    torch.testing.assert_close(method.omega[:8], expected)
+    assert method.free[0]
+
+
+@pytest.mark.parametrize("every", ["epoch", "step"])
+def test_with_infinite_lam_rows_in_a_second_optimizer_stay_put_too(every):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    one = torch.optim.Adam(model.trunk[0].parameters(), lr=1e-2)
+    two = torch.optim.Adam(model.trunk[2].parameters(), lr=1e-2)
+    method = AGSCL(model, mu=8, lam=math.inf, prox_every=every)
+    for number in range(2):
+        torch.manual_seed(number)
+        model.add_head(f"t{number}", 3)
+        method.begin_task(f"t{number}", one, two, steps_per_epoch=4)
+        for _ in range(8):
+            for x, y in blobs(number):
+                one.zero_grad()
+                two.zero_grad()
+                F.cross_entropy(model(x, f"t{number}"), y).backward()
+                one.step()
+                two.step()
+            method.end_epoch()
+        method.end_task(blobs(number))
+    assert method.statistics()["frozen"] == method.statistics()["important_before"] > 0
+
+
+def test_an_optimizer_built_anew_within_a_task_is_noticed_and_guaranteed_rows_still_keep_their_bits():
+    method, model, optimizer = fresh(mu=8, lam=math.inf)
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1, steps=range(4), end=False)
+    other = adam(model)
+
+    def more():
+        for x, y in blobs(1):
+            other.zero_grad()
+            F.cross_entropy(model(x, "t1"), y).backward()
+            other.step()
+        method.end_epoch()
+
+    assert any("built anew" in message for message in warned(more))
+    method.end_task(blobs(1))
+    assert method.certificate().moved == []
+
+
+def test_layers_unfrozen_after_the_graph_was_built_are_refused():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    model.trunk[0].requires_grad_(False)
+    optimizer = adam(model)
+    method = AGSCL(model, **SETTINGS)
+    learn(method, optimizer, 0)
+    model.trunk[0].requires_grad_(True)
+    model.add_head("t1", 3)
+    with pytest.raises(RuntimeError, match=r"trunk\.0"):
+        method.begin_task("t1", optimizer)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        type("Standardised", (nn.Linear,), {"forward": lambda s, x: F.linear(x, s.weight - s.weight.mean(), s.bias)})(
+            16, 32
+        ),
+        nn.Sequential(nn.Unflatten(1, (16, 1)), nn.Conv1d(16, 32, 1), nn.InstanceNorm1d(32, track_running_stats=True)),
+    ],
+)
+def test_layers_that_would_break_the_guarantee_are_refused(layer):
+    model = MultiHead(nn.Sequential(layer, nn.ReLU(), nn.Flatten()))
+    model.add_head("a", 3)
+    with pytest.raises(ValueError, match="exclude"):
+        AGSCL(model, example_input=torch.randn(4, 16))
+
+
+def test_heads_in_a_list_may_be_called_by_number():
+    class Numbered(Own):
+        def forward(self, x, task):
+            return self.outputs[task](self.body(x))
+
+    torch.manual_seed(0)
+    model = Numbered()
+    optimizer = adam(model)
+    method = AGSCL(model, **SETTINGS, heads="outputs")
+    for number in range(2):
+        method.begin_task(f"t{number}", optimizer)
+        for x, y in blobs(number) * 4:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, number), y).backward()
+            optimizer.step()
+        method.end_epoch()
+        method.end_task(blobs(number))
+    assert method.certificate().probe.outputs.keys() == {"t0", "t1"}
+
+
+def test_labels_are_not_needed_to_end_a_task():
+    method, _, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    method.end_task([(x, y + 100) for x, y in blobs(0)])
+
+
+def test_an_input_that_is_added_to_a_layer_does_not_hide_it():
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 32)
+
+        def forward(self, x):
+            return F.relu(self.b(F.relu(self.a(x) + x)))
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = MultiHead(Added(), features=32)
+        model.add_head("a", 3)
+        graph = AGSCL(model, example_input=torch.randn(2, 16)).graph
+        assert graph.readers["trunk.b"].sources.tolist() == list(range(16))
+
+
+def test_the_certificate_names_heads_that_moved():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1)
+    with torch.no_grad():
+        model.heads["t0"].weight[0, 0] += 1
+    assert "MOVED: the heads of t0" in str(method.certificate())

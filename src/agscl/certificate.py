@@ -151,6 +151,7 @@ class Certificate:
     moved: list[int]  # groups important before this task whose bits it changed
     heads: dict[str, str]  # task -> digest of its head
     head_tensors: dict[str, list[str]]  # task -> names of its head's tensors
+    moved_heads: list[str] = field(default_factory=list)  # tasks whose head changed since they were learned
     notes: list[str] = field(default_factory=list)  # what this certificate does not cover
     probe: Probe | None = None
 
@@ -198,7 +199,12 @@ class Certificate:
         )
         zeros = f"{self.zeros()} weights into important nodes are exactly 0"
         kind = "guaranteed for good" if self.kind == "guaranteed" else "held during this task"
-        return f"after task {self.task!r}: {nodes} ({kind}), {zeros}, {len(self.heads) - 1} earlier heads unmoved"
+        if self.kind == "guaranteed" and self.moved:
+            kind = "GUARANTEE BROKEN"
+        kind = f" ({kind})" if before else ""
+        heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unmoved"
+        heads += f", MOVED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
+        return f"after task {self.task!r}: {nodes}{kind}, {zeros}, {heads}"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""

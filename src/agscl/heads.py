@@ -113,6 +113,11 @@ class Heads:
         """Whether all tasks share one head (which no task can then protect)."""
         return self._container is not None and not isinstance(self._container, nn.ModuleList | nn.ModuleDict)
 
+    @property
+    def listed(self) -> bool:
+        """Whether heads are a list, so that a task may go by its number."""
+        return isinstance(self._container, nn.ModuleList)
+
     def of(self, task: str, tasks: list[str]) -> nn.Module:
         """The head of `task`, one of `tasks` (in the order in which they began)."""
         container = self._container

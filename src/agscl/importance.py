@@ -47,7 +47,7 @@ def mean_activations(
         if number is None:
             return
         site = graph.sites[number]
-        values = after.detach()
+        values = after.detach() if site.folded == 1 else after.detach().unflatten(0, (-1, site.folded))
         values = values.flatten(1).movedim(1, 0) if site.dim is None else values.movedim(site.dim, 0)
         if len(values) != len(site.groups):
             raise RuntimeError(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from agscl.heads import HeadPlace, Heads, MultiHead
@@ -75,6 +76,7 @@ class Site:
     index: int
     dim: int | None  # None: groups run over the flattened sample
     groups: Tensor
+    folded: int = 1  # how many rows of the tensor are one sample, where a model folds another dimension into the batch
 
 
 class NodeGraph:
@@ -112,6 +114,7 @@ class NodeGraph:
             arguments = (*arguments, self._tasks[-1] if self._tasks else list(model.heads)[-1])
         self._nodes: dict[str, nn.Module] = {}
         self._norms: dict[str, _BatchNorm] = {}
+        self._later: list[str] = []  # heads of tasks that have not begun, where a function tells the heads
         self._find_layers()
         probe = self._probe(arguments)
         for name in probe.unreached:
@@ -120,10 +123,17 @@ class NodeGraph:
                     name, "the forward pass never calls it, so who reads its nodes is not known.", self._cure(name)
                 )
             del self._nodes[name], probe.pinned[name]
+            self._later.append(name)
         self._nodes = {name: self._nodes[name] for name in probe.two if name in self._nodes}  # in forward order
         self._ran = set(probe.two)
-        self._place(probe.measure(list(self._nodes)))
-        self.prove(arguments)
+        self._place(probe.measure(list(self._nodes)), probe.folds)
+        try:
+            self.prove(arguments)
+        except (
+            NodeGraphError
+        ):  # small values may be hidden, e.g. under an input that is added: look again with large ones
+            self._place(probe.measure(list(self._nodes), scales=(1.0, 1e3)), probe.folds)
+            self.prove(arguments)
 
     # What is where ---------------------------------------------------------------------------------------------------
 
@@ -138,6 +148,12 @@ class NodeGraph:
         self._ends = self._find_ends()
         owners: dict[int, str] = {}
         for name, module in modules.items():
+            if not self._apart(name) and isinstance(module, _InstanceNorm) and module.running_mean is not None:
+                raise NodeGraphError(
+                    name,
+                    "its running statistics would change for old tasks; only those of BatchNorm can be kept.",
+                    f"Use track_running_stats=False, or exclude={[*self.exclude, name]!r}.",
+                )
             if self._apart(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
                 continue
             if isinstance(module, _BatchNorm):
@@ -192,6 +208,19 @@ class NodeGraph:
         return f"Leave it out of the nodes with exclude={[*self.exclude, *names]!r}, or change the network."
 
     def _check_layer(self, name: str, module: nn.Module) -> None:
+        own = next(kind for kind in LAYERS if isinstance(module, kind))
+        changed = [
+            key
+            for key in ("forward", "_conv_forward")
+            if getattr(type(module), key, None) is not getattr(own, key, None)
+        ]
+        if changed:
+            raise NodeGraphError(
+                name,
+                f"{type(module).__name__} computes its output in a way of its own ({changed[0]}), so a weight of 0 "
+                "need not mean that nothing is read.",
+                self._cure(name),
+            )
         extra = [key for key in module._parameters if key not in ("weight", "bias")]
         if extra or "weight" not in module._parameters or parametrize.is_parametrized(module):
             raise NodeGraphError(
@@ -214,7 +243,7 @@ class NodeGraph:
 
     # Placing what was measured ---------------------------------------------------------------------------------------
 
-    def _place(self, flows: Mapping[Place, Flow]) -> None:
+    def _place(self, flows: Mapping[Place, Flow], folds: Mapping[Place, int]) -> None:
         """Turn the measured flows into groups, readers, norms and sites."""
         start: dict[str, int] = {}
         self.nodes = 0
@@ -247,7 +276,7 @@ class NodeGraph:
                 module = self._nodes.get(name) or self._ends[name]
                 self.readers[name] = Reader(name, module, group_of[nodes], _within(name, self._head_names))
             elif kind == "site":
-                self.sites += (_site(int(name), group_of[nodes]),)
+                self.sites += (_site(int(name), group_of[nodes], folds.get((kind, name), 1)),)
         for name, norm in self._norms.items():
             self._place_norm(name, norm, found, group_of)
         self.feeds = {name: _feeds(name, flows) for name in self._nodes}
@@ -383,6 +412,18 @@ class NodeGraph:
         mine = {id(module) for module in head.modules()}
         return any(id(self._ends[name]) in mine for name in self._ran if name in self._ends)
 
+    def unprotected(self) -> list[str]:
+        """Trained parameters of no node, norm, head or excluded module: unfrozen since the graph was built."""
+        known = {id(p) for _, p, _ in self.parameters()}
+        return [
+            name
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+            and id(p) not in known
+            and not self._apart(holder := name.rpartition(".")[0])
+            and holder not in self._later
+        ]
+
     # For a person ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
@@ -489,14 +530,14 @@ def _feeds(layer: str, flows: Mapping[Place, Flow]) -> dict[str, int]:
     return found
 
 
-def _site(index: int, groups: Tensor) -> Site:
+def _site(index: int, groups: Tensor, folded: int) -> Site:
     """A site whose groups vary along one dimension only (channels) is kept as that vector, else flattened."""
     for dim in range(groups.dim()):
         lines = groups.movedim(dim, 0).reshape(groups.shape[dim], -1)
         vector = lines.amax(1)
         if bool(((lines == vector[:, None]) | (lines < 0)).all()):
-            return Site(index, dim + 1, vector)
-    return Site(index, None, groups.flatten())
+            return Site(index, dim + 1, vector, folded)
+    return Site(index, None, groups.flatten(), folded)
 
 
 class _Union:

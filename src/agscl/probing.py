@@ -156,6 +156,7 @@ class Probe:
         self.lenient = {name for name in ends if any(name == box or name.startswith(f"{box}.") for box in boxes)}
         self.one = tree_map(lambda a: a.detach()[:1] if isinstance(a, Tensor) and a.dim() else a, arguments)
         self.pinned = {**nodes, **ends}
+        self.folds: dict[Place, int] = {}
         with undisturbed(model):
             self.unreached = self._try()
 
@@ -199,7 +200,7 @@ class Probe:
         self.rows = max(4, min(_ROWS, _ELEMENTS // max(1, elements)))
         return [name for name in self.nodes if calls[name] == 0]
 
-    def measure(self, sources: Sequence[str]) -> dict[Place, Flow]:
+    def measure(self, sources: Sequence[str], scales: Sequence[float] = (1.0,)) -> dict[Place, Flow]:
         """Which node of each source layer is behind each element of every place.
 
         Nodes are told apart by the binary digits of their number: for each digit, the nodes where it is 1 change in
@@ -210,7 +211,7 @@ class Probe:
         digits = {name: max(1, (_size(self.nodes[name]) - 1).bit_length()) for name in sources}
         changes = [(name, k, bit) for name in sources for k in range(digits[name]) for bit in (1, 0)]
         with undisturbed(self.model):
-            for sign in (1.0, -1.0):
+            for sign in (sign * scale for scale in scales for sign in (1.0, -1.0)):
                 base = self._run(self.rows, sign)
                 for at in range(0, len(changes), self.rows):
                     chunk = changes[at : at + self.rows]
@@ -242,8 +243,8 @@ class Probe:
     def prove(self, groups: Mapping[str, Tensor], size: int, claims: Mapping[Place, Claim]) -> tuple[Place, int] | None:
         """Change random groups' outputs and see whether exactly the claimed columns change.
 
-        `groups[layer]` is the group of each node. With made-up values just the claimed columns must change; with real
-        and with large ones no other may. A place without a claim must not change at all. Returns the first place and
+        `groups[layer]` is the group of each node. With made-up values, small and large, just the claimed columns must
+        change; with real ones no other may. A place without a claim must not change at all. Returns the first place and
         column where this fails.
         """
         with undisturbed(self.model):
@@ -252,23 +253,22 @@ class Probe:
             chosen = torch.rand(rows, size, generator=torch.Generator().manual_seed(0)) < share
             masks = {name: chosen[:, mine] for name, mine in groups.items()}
             made: dict[Place, Tensor] = {}
-            for sign in (1.0, -1.0):
+            for sign in (1.0, -1.0, 1e3, -1e3):
                 for place, changed in _changes(self._run(rows, sign), self._run(rows, sign, masks)).items():
                     made[place] = changed | made[place] if place in made else changed
             base = self._run(rows, None)
-            loose = [_changes(base, self._run(rows, None, masks, base))]
-            loose += [_changes(self._run(rows, far), self._run(rows, far, masks)) for far in (1e3, -1e3)]
+            real = _changes(base, self._run(rows, None, masks, base))
         chosen = torch.cat([chosen, torch.zeros(rows, 1, dtype=torch.bool)], 1)  # what reads no node never changes
         for place in made:
             claim = claims.get(place)
             if place[0] in ("excluded", "output"):
                 continue
             if claim is None:
-                if any(bool(changes[place].any()) for changes in (made, *loose)):
+                if bool(made[place].any()) or bool(real[place].any()):
                     return place, 0
                 continue
             claimed = chosen[:, claim.groups]
-            for changed, exactly in ((made[place], True), *((changes[place], False) for changes in loose)):
+            for changed, exactly in ((made[place], True), (real[place], False)):
                 lines = changed.flatten(1)[:, :, None] if claim.dim is None else changed.movedim(claim.dim, 1)
                 columns = lines.reshape(rows, len(claim.groups), -1).any(2)
                 wrong = columns != claimed if exactly else columns & ~claimed
@@ -304,6 +304,7 @@ class Probe:
             if len(tensor) % rows:
                 raise NodeGraphError(name, "its input does not have the batch as its first dimension.", self.cure(name))
             places[kind, name] = (tensor if len(tensor) == rows else tensor.unflatten(0, (rows, -1))).detach().clone()
+            self.folds[kind, name] = len(tensor) // rows
 
         def watch_input(kind: str, name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -328,8 +329,8 @@ class Probe:
             draw = torch.Generator().manual_seed(0)
             return tree_map(lambda o: _made_up(o[:2], len(o), 1.0, draw) if isinstance(o, Tensor) else o, output)
 
-        def let_through(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            return args[0].clone() if sign is not None else output
+        def let_through(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            return (args[0] if args else kwargs["input"]).clone() if sign is not None else output
 
         def seen(given: Tensor, result: Tensor) -> None:
             nonlocal sites
@@ -342,7 +343,7 @@ class Probe:
         with ExitStack() as stack, cudnn:
             for name, norm in self.norms.items():
                 stack.enter_context(norm.register_forward_pre_hook(watch_input("norm", name), with_kwargs=True))
-                stack.enter_context(norm.register_forward_hook(let_through))
+                stack.enter_context(norm.register_forward_hook(let_through, with_kwargs=True))
             for name, box in self.boxes.items():
                 stack.enter_context(box.register_forward_pre_hook(watch_input("excluded", name), with_kwargs=True))
                 if name not in self.pinned:

@@ -72,7 +72,7 @@ def gradients(away: Sequence[Tensor], strengths: Tensor, members: Tensor | None 
 def _factors(norms: Tensor, thresholds: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
     """γ of every row."""
     thresholds = thresholds.to(norms)
-    kept = torch.where(norms <= thresholds, 0.0, 1 - thresholds / norms)
+    kept = torch.where((norms <= thresholds) | thresholds.isinf(), 0.0, 1 - thresholds / norms)  # inf: also from NaN
     return _spread(torch.where(thresholds == 0, 1.0, kept), rows, members)
 
 

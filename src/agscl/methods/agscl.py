@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from agscl.certificate import NEVER
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
-from agscl.methods.batchnorm import KeptStatistics, settle_statistics
+from agscl.methods.batchnorm import FrozenStatistics, KeptStatistics, settle_statistics
 from agscl.methods.fresh import choose, refresh
 from agscl.methods.ledger import Ledger
 from agscl.nodes import Rows
@@ -96,10 +96,11 @@ class AGSCL(NodeMethod):
         self._start: list[Tensor] = []  # with fresh="start", the weights to begin again from
         self._draws = torch.Generator()
         self._kept: list[KeptStatistics] = []  # of important channels, during a task
-        self._fixed: list[KeptStatistics] = []  # of frozen BatchNorms, always
+        self._fixed: list[FrozenStatistics] = []  # of frozen BatchNorms, always
         self._masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self._figures: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None  # loaded before there was a graph
+        self._reset_counts()
         super().__init__(model, **options)
 
     @property
@@ -115,8 +116,8 @@ class AGSCL(NodeMethod):
         self.first = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
         self._ledger = Ledger(self.graph)
         self._draws.manual_seed(self.config.seed)
-        for norm in self.graph.fixed_norms.values():
-            self._fixed.append(KeptStatistics(norm, torch.ones(norm.num_features, dtype=torch.bool)))
+        if self.graph.fixed_norms:
+            self._fixed.append(FrozenStatistics(self.graph.fixed_norms))
         if self.config.fresh == "start":
             self._start = [parameter.detach().clone() for _, parameter, _ in self.graph.parameters()]
         if self._state is not None:
@@ -136,16 +137,25 @@ class AGSCL(NodeMethod):
         joined = torch.cat([layer.groups for layer in self.graph.layers.values()]).bincount(minlength=self.graph.size)
         self._sizes = joined.sqrt().to(self.omega.device)[self._free.groups]  # √ nodes that are one group; mostly 1
         self._find_rates()
-        self._since = 0  # optimizer steps since the last proximal one,
-        self._pending: float | Tensor = 0.0  # and of these the ones not skipped on overflow
-        self._epoch_steps = 0
-        self._captured = False
-        self._proximal_steps = 0
-        self._reach: float | Tensor = 0.0  # Σα over the task's proximal steps
+        self._reset_counts()
         norms = group_norms(self._free.take(), self._free.members) if len(self._free) else torch.zeros(1)
         self._norms = [float(norms.min()), float(norms.median())]
         self._before = [] if self.config.prox else Rows(self.graph, self.first >= 0).take()
         self._check_penalty()
+        if loose := self.graph.unprotected():
+            raise RuntimeError(
+                f"{', '.join(loose[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
+                "Freeze it again, or build a new method on the model."
+            )
+
+    def _reset_counts(self) -> None:
+        self._since = 0  # steps of the main optimizer since the last proximal one,
+        self._pending: float | Tensor = 0.0  # and of these the ones not skipped on overflow
+        self._others_since = False  # whether another optimizer has stepped since
+        self._epoch_steps = 0
+        self._captured = False
+        self._proximal_steps = 0
+        self._reach: float | Tensor = 0.0  # Σα over the task's proximal steps
 
     def _set_masks(self) -> None:
         """Per node layer: the first task of each row, and of what each column reads. Source > row: the weight is 0."""
@@ -188,6 +198,9 @@ class AGSCL(NodeMethod):
 
     def _proximal(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         if optimizer is not self._main:
+            self._others_since = True
+            if self.config.prox_every != "epoch":
+                self._pull_for_good()
             return
         if self.omega.is_cuda and torch.cuda.is_current_stream_capturing():
             self._check_capture()
@@ -210,11 +223,31 @@ class AGSCL(NodeMethod):
             raise RuntimeError("A captured step cannot count an epoch's steps: give begin_task(…, steps_per_epoch=…).")
 
     def _end_epoch(self) -> None:
+        if self._graph is None:
+            raise RuntimeError(
+                "end_epoch came before the model ran: call it after an epoch's steps, or give example_input=."
+            )
+        if not (self._epoch_steps or self._captured):
+            self._warn(
+                "epoch",
+                "No step of the optimizer given to begin_task was seen in this epoch, so the method could not act. Was "
+                "the optimizer built anew? Then end the task, or keep the optimizer and clear its state instead.",
+            )
         if self.config.prox_every == "epoch" or not self._steps_per_epoch:  # the first epoch is counted
             if self._since or self._captured:
                 self._run_proximal(1.0)
             self._steps_per_epoch = self._steps_per_epoch or self._epoch_steps or None
         self._epoch_steps = 0
+        self._pull_for_good()
+
+    @torch.no_grad()
+    def _pull_for_good(self) -> None:
+        """With λ = ∞ nothing may move important rows, whoever stepped: put them back, and the zeros."""
+        if self.config.prox and math.isinf(self.config.lam) and len(self._important):
+            self._important.put(self.anchors)
+            for weight, rows, columns in self._masks:
+                weight.masked_fill_(columns > rows, 0.0)
+        self._others_since = False
 
     @torch.no_grad()
     def _run_proximal(self, share: float | Tensor) -> None:
@@ -275,9 +308,10 @@ class AGSCL(NodeMethod):
 
     def _end(self, batches: Iterable[Any], forward: Forward) -> None:
         batches = self._meet_head(batches, forward)
-        if self._since:
+        if self._since or self._others_since:
             whole = self.config.prox_every == "epoch" or not self._steps_per_epoch
             self._run_proximal(1.0 if whole else self._pending / (self._steps_per_epoch or 1))
+        self._pull_for_good()
         if self.graph.norms:
             batches = list(batches) if isinstance(batches, Iterator) else batches  # they are run through twice
             settle_statistics([norm.module for norm in self.graph.norms.values()], self.model, batches, forward)
@@ -289,9 +323,9 @@ class AGSCL(NodeMethod):
             )
         before = ~self.free
         changed = self._changed(before)
-        self.omega = (self.config.eta * self.omega + measured).to(self.omega.dtype)
+        omega = (self.config.eta * self.omega + measured).to(self.omega.dtype)
+        self.omega = torch.where(before, omega.clamp(min=torch.finfo(omega.dtype).tiny), omega)  # never free again
         active = self.omega > 0 if self.config.prox else self.omega >= self.config.tau
-        assert bool((self.omega[before] > 0).all()), "an important node became free"
         self.first[active & ~before] = len(self.tasks) - 1
         self._self_check()
         self._reinitialise()
@@ -388,6 +422,10 @@ class AGSCL(NodeMethod):
 
     def _claims(self) -> dict[str, Any]:
         notes = [f"layer {name} is excluded: outputs that depend on it are not covered" for name in self._exclude]
+        if frozen := [
+            name for name, p in self.model.named_parameters() if not self._digested(name) and not p.requires_grad
+        ]:
+            notes.append(f"{len(frozen)} frozen tensors ({frozen[0]}, …) are outside the digests")
         if self.config.zero_init == "off":
             notes.append("zero_init is off: old outputs may change through free nodes")
         for_good = math.isinf(self.config.lam) and self.config.prox
@@ -397,6 +435,9 @@ class AGSCL(NodeMethod):
             "notes": notes,
             **self._ledger.claims(self.first),
         }
+
+    def _digested(self, name: str) -> bool:
+        return name in self._ledger.layout.parameters or name in self.heads.parameters(self.tasks)
 
     def _check_penalty(self) -> None:
         if len(self.tasks) < 2:
@@ -463,7 +504,10 @@ class AGSCL(NodeMethod):
     def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
         super().load_state_dict(state, *optimizers)
         self._state = state if state["built"] else None
-        if self._graph is not None and self._state is not None:
+        if self._graph is not None and self._state is None:  # from before the first forward pass: begin as then
+            self._let_go()
+            self._graph_built()
+        elif self._graph is not None:
             self._take_up(state)
         elif self._graph is None and self._example is not None and self.tasks:
             self._build(self._example)
@@ -486,9 +530,10 @@ class AGSCL(NodeMethod):
         self._let_go()
         if self.task is not None:
             self._begin()
-            self._since, self._pending, self._epoch_steps, self._proximal_steps = state["counts"]
-            self._reach, self._norms = state["reach"], list(state["norms"])
-            self._before = [part.to(device, copy=True) for part in state["before"]]
+            if "counts" in state:  # else it was saved before the task's first step
+                self._since, self._pending, self._epoch_steps, self._proximal_steps = state["counts"]
+                self._reach, self._norms = state["reach"], list(state["norms"])
+                self._before = [part.to(device, copy=True) for part in state["before"]]
 
     def close(self) -> None:
         super().close()

@@ -312,10 +312,13 @@ class Method:
         if probe is not None:
             witness = Probe.of(probe, self.outputs(probe), None)
         names = {task: self.heads.names(task, self.tasks) for task in self.tasks}
+        tensors = self.model.state_dict()
         notes = list(claims.pop("notes", []))
         if self.heads.shared:
             names, notes = {}, [*notes, "all tasks share one head, which every task trains"]
+        strayed = [task for task in names if digest(tensors, names[task]) != self._head_digests[task]]
         return Certificate(
+            moved_heads=strayed,
             method=type(self).__name__,
             task=self.tasks[-1],
             index=len(self.tasks) - 1,
@@ -412,10 +415,16 @@ class Method:
             warnings.warn(message, SelfCheckWarning, stacklevel=4)
 
     def _call(self, x: Any, task: str) -> Any:
-        """`model(x, task)`, or `model(x)` where the forward takes no task."""
-        if isinstance(self.model, MultiHead) or len(inspect.signature(self.model.forward).parameters) > 1:
+        """`model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task."""
+        _, *others = inspect.signature(self.model.forward).parameters.values()
+        if not any(p.name == "task" or p.default is p.empty for p in others if p.kind is p.POSITIONAL_OR_KEYWORD):
+            return self.model(x)
+        try:
             return self.model(x, task)
-        return self.model(x)
+        except (TypeError, KeyError, IndexError):
+            if self.heads.listed:
+                return self.model(x, self.tasks.index(task))
+            raise
 
     def _task_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
@@ -503,6 +512,11 @@ class NodeMethod(Method):
             yield
         finally:
             self._watching = before
+
+    def _forward(self, batch: Any) -> Any:
+        """Activations are all that is measured: no labels are needed."""
+        assert self.task is not None
+        return self._call(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
 
     def _head_known(self) -> bool:
         assert self.task is not None

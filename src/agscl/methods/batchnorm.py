@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
@@ -161,7 +163,14 @@ def settle_statistics(
     try:
         with torch.random.fork_rng(devices=[]):
             for batch in batches:
-                forward(batch)
+                with suppress(ValueError):  # a last batch of one sample has no variance
+                    forward(batch)
+        if dist.is_available() and dist.is_initialized():
+            for norm in norms:
+                for buffer in (norm.running_mean, norm.running_var):
+                    assert buffer is not None
+                    dist.all_reduce(buffer)
+                    buffer /= dist.get_world_size()
     finally:
         for norm, (momentum, tracked) in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, tracked
