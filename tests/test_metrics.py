@@ -63,3 +63,10 @@ def test_weight_wise_methods_hold_a_number_for_every_weight_and_agscl_one_for_ev
     assert at_most(nodes=10, weights=1000).importances == 10
     kept = held({"importances": 10, "anchors": 300, "masks": 10, "digest_bytes": 160, "bytes": 99999})
     assert (kept.importances, kept.everything) == (10, 320)
+
+
+def test_numbers_kept_leave_out_what_is_counted_in_bytes():
+    from agscl.analysis.memory import held
+
+    kept = held({"importances": 3, "anchors": 5, "masks": 3, "digests": 48, "bytes": 92})
+    assert (kept.importances, kept.everything) == (3, 11)

@@ -28,7 +28,7 @@ def weight_wise(weights: int) -> dict[str, Held]:
 
 def held(memory: Mapping[str, int]) -> Held:
     """What a method keeps, from its own `memory()`."""
-    kept = {name: count for name, count in memory.items() if not name.endswith("bytes")}
+    kept = {name: count for name, count in memory.items() if name not in ("digests", "bytes")}  # these count bytes
     return Held(kept.get("importances", 0), sum(kept.values()))
 
 
