@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agscl.analysis import metrics
-from agscl.analysis.memory import at_most, held, weight_wise
 
 FORGETS = [[0.9], [0.6, 0.8], [0.3, 0.4, 1.0]]
 
@@ -55,11 +54,3 @@ def test_a_matrix_of_the_wrong_shape_is_refused():
         metrics.average_accuracy([])
     with pytest.raises(ValueError, match="2 tasks against 3"):
         metrics.plasticity(FORGETS[:2], FORGETS)
-
-
-def test_weight_wise_methods_hold_a_number_for_every_weight_and_agscl_one_for_every_node():
-    assert weight_wise(1000)["EWC"].importances == 1000
-    assert weight_wise(1000)["RWALK"].everything == 3000
-    assert at_most(nodes=10, weights=1000).importances == 10
-    kept = held({"importances": 10, "anchors": 300, "masks": 10, "digests": 160, "bytes": 99999})
-    assert (kept.importances, kept.everything) == (10, 320)

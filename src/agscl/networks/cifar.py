@@ -11,6 +11,7 @@ class CifarTrunk(nn.Module):
     """(batch, 3, 32, 32) → (batch, 256)."""
 
     features = 256
+    input_shape = (3, 32, 32)
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,8 +25,8 @@ class CifarTrunk(nn.Module):
                 nn.MaxPool2d(2),
                 nn.Dropout(0.25),
             ]
-        self.convolutions = nn.Sequential(*blocks)
+        self.conv = nn.Sequential(*blocks)
         self.dense = nn.Sequential(nn.Flatten(), nn.Linear(128 * 4 * 4, 256), nn.ReLU(), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.dense(self.convolutions(x)))
+        return cast(Tensor, self.dense(self.conv(x)))

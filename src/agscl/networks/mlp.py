@@ -18,6 +18,7 @@ class MLP(nn.Module):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.layers = nn.Sequential(*layers)
         self.features = widths[-1]
+        self.input_shape = (inputs,)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.layers(x))

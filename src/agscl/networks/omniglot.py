@@ -11,6 +11,7 @@ class OmniglotTrunk(nn.Module):
     """(batch, 1, 28, 28) → (batch, 1024), 16 columns per channel."""
 
     features = 1024
+    input_shape = (1, 28, 28)
 
     def __init__(self) -> None:
         super().__init__()
