@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from pyarrow import parquet
 
 from agscl import tasks
 from agscl.experiments.execute import build
@@ -20,8 +24,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 @pytest.mark.skipif(not (DATA / "omniglot").is_dir(), reason="needs omniglot/all.parquet in the folder AGSCL_DATA")
-def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(monkeypatch):
+def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(monkeypatch, tmp_path):
     monkeypatch.setenv("AGSCL_DATA", str(DATA))
+    monkeypatch.setenv("AGSCL_CACHE", str(tmp_path))
     config = configure("omniglot5", method="agscl", seed=0, epochs=3, lam=math.inf, mu=170.0)
     sequence = tasks.load("omniglot", seed=0, alphabets=2)
     model, method = build(config, "agscl", sequence[0].train_x[:2])
@@ -39,6 +44,30 @@ def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(m
     with torch.no_grad():
         assert torch.equal(old, model(sequence[0].test_x, sequence[0].name))
     assert trainer.accuracies[1][0] == trainer.accuracies[0][0]
+
+
+@pytest.mark.skipif(not (DATA / "omniglot").is_dir(), reason="needs omniglot/all.parquet in the folder AGSCL_DATA")
+def test_drawings_and_split_are_those_of_the_measured_runs(monkeypatch, tmp_path):
+    """Computed here from the file itself, as it was when the runs in results/ were made."""
+    monkeypatch.setenv("AGSCL_DATA", str(DATA))
+    monkeypatch.setenv("AGSCL_CACHE", str(tmp_path))
+    table = parquet.read_table(DATA / "omniglot" / "all.parquet")
+    for _ in ("decoded", "from the cache"):
+        for alphabet, task in enumerate(tasks.load("omniglot", seed=3, alphabets=2)):
+            rows = np.flatnonzero(np.asarray(table.column("alphabet")) == alphabet)
+            drawings = []
+            for row in rows:
+                with Image.open(io.BytesIO(table.column("image")[row]["bytes"].as_py())) as image:
+                    small = image.convert("L").resize((28, 28), Image.Resampling.BOX)
+                drawings.append(1 - torch.from_numpy(np.array(small, dtype=np.float32) / 255)[None])
+            x = torch.stack(drawings)
+            _, y = np.unique(np.asarray(table.column("character"))[rows], return_inverse=True)
+            order = np.random.default_rng([3, alphabet]).permutation(len(rows))
+            tenth = len(rows) // 10
+            parts = np.split(order, [tenth, 2 * tenth])
+            for split, part in zip(("test", "valid", "train"), parts, strict=True):
+                assert torch.equal(getattr(task, f"{split}_x"), x[part])
+                assert getattr(task, f"{split}_y").tolist() == y[part].tolist()
 
 
 @pytest.mark.parametrize("name", ["omniglot5", "omniglot50"])

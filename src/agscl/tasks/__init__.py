@@ -3,44 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
-import torch
-from torch import Tensor
+from agscl.tasks.eight import EIGHT, FIVE
+from agscl.tasks.own import from_folder, from_hub, from_tensors
+from agscl.tasks.task import DataMissing, Task, TaskSequence
 
-
-class DataMissing(Exception):
-    """The data of a task sequence is not there; the message says where it was looked for and what to do."""
+__all__ = [
+    "SEQUENCES",
+    "DataMissing",
+    "Listed",
+    "Task",
+    "TaskSequence",
+    "from_folder",
+    "from_hub",
+    "from_tensors",
+    "load",
+]
 
 
 @dataclass(frozen=True)
-class Task:
-    """One task's data. Inputs are (examples, ...) floats, labels (examples,) integers below `classes`."""
+class Listed:
+    """A task sequence that has a name."""
 
-    name: str
-    classes: int
-    train_x: Tensor
-    train_y: Tensor
-    valid_x: Tensor | None
-    valid_y: Tensor | None
-    test_x: Tensor
-    test_y: Tensor
-
-    def to(self, device: torch.device | str) -> Task:
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+    about: str
+    """One line for a person."""
+    loader: str
+    """module:function"""
+    datasets: tuple[str, ...] = ()
+    """What it is made of, by the names of agscl.tasks.catalogue."""
 
 
-TaskSequence = tuple[Task, ...]
+SEQUENCES: dict[str, Listed] = {
+    "digits": Listed("scikit-learn's digits, 5 tasks of 2", "digits:load"),
+    "cifar100": Listed("CIFAR-100, 10 tasks of 10", "cifar:cifar100", ("cifar100",)),
+    "cifar10-100": Listed("CIFAR-10, then CIFAR-100's 10", "cifar:cifar10_100", ("cifar10", "cifar100")),
+    "tinyimagenet32": Listed("Tiny ImageNet, 10 tasks of 10", "cifar:tinyimagenet32", ("tinyimagenet32",)),
+    "cifar10-tiny": Listed("CIFAR-10, then Tiny ImageNet's 10", "cifar:cifar10_tiny", ("cifar10", "tinyimagenet32")),
+    "omniglot": Listed("50 alphabets, a task each", "omniglot:load", ("omniglot",)),
+    "cub200": Listed("200 birds, 10 tasks of 20", "cub:cub200", ("cub200",)),
+    "eight": Listed("eight datasets, a task each", "eight:eight", EIGHT),
+    "five": Listed("as eight, five datasets", "eight:five", FIVE),
+}
 
-_LOADERS = ("digits", "omniglot")
+_OWN: dict[str, Callable[..., TaskSequence]] = {"folder": from_folder, "hub": from_hub}
 
 
 def load(name: str, *, seed: int, **options: object) -> TaskSequence:
-    """The task sequence called `name`; `options` are those of its own `load` function."""
-    if name not in _LOADERS:
-        raise ValueError(f"no task sequence is called {name!r}; there are: {', '.join(_LOADERS)}")
-    loader: Callable[..., TaskSequence] = import_module(f"agscl.tasks.{name}").load
+    """The task sequence called `name`; `options` are those of its own function.
+
+    "folder:PATH" and "hub:NAME" make one of data of your own, with the options of `from_folder` and `from_hub`.
+    """
+    kind, colon, where = name.partition(":")
+    if colon and kind in _OWN:
+        return _OWN[kind](where, seed=seed, **options)
+    if name not in SEQUENCES:
+        known = ", ".join([*SEQUENCES, "folder:PATH", "hub:NAME"])
+        raise ValueError(f"no task sequence is called {name!r}; there are: {known}")
+    module, _, function = SEQUENCES[name].loader.partition(":")
+    loader: Callable[..., TaskSequence] = getattr(import_module(f"agscl.tasks.{module}"), function)
     return loader(seed=seed, **options)

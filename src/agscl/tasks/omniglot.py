@@ -2,80 +2,100 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from agscl.tasks import DataMissing, Task, TaskSequence
+from agscl.tasks.cache import cached
+from agscl.tasks.catalogue import source
+from agscl.tasks.images import Form, Shards, Source, decoded
+from agscl.tasks.progress import Bar
+from agscl.tasks.task import Array, DataMissing, Task, TaskSequence
+
+DEGREES = 30.0
+SHIFT = 0.1
+"""The largest rotation and shift of a copy, either way; the shift as a share of the side."""
 
 
-def load(*, seed: int, alphabets: int = 50, size: int = 28) -> TaskSequence:
+def load(
+    *, seed: int, alphabets: int = 50, size: int = 28, copies: int = 1, split: Literal["drawing", "paper"] = "drawing"
+) -> TaskSequence:
     """The first `alphabets` alphabets in the set's own order, (examples, 1, size, size), strokes 1 on 0.
 
-    Each task is split at random, by the seed, into 80 % training, 10 % validation and 10 % test.
+    Each task is split at random, by the seed, into 80 % training, 10 % validation and 10 % test. With `copies` 20 every
+    drawing comes 20 times: as it is, and in 19 random rotations and shifts, the same for every seed. They are kept as
+    bytes. All copies of a drawing are on one side of the split, unless `split` is "paper": then it goes over all
+    pictures, and copies of one drawing are in training and test alike.
     """
     if not 1 <= alphabets <= 50:
         raise ValueError(f"Omniglot has 50 alphabets; asked for {alphabets}")
-    table = _read(_find())
-    of_row = np.asarray(table.column("alphabet"))
-    names = _alphabet_names(table)
+    if copies < 1:
+        raise ValueError(f"copies must be at least 1, the drawing alone, not {copies}")
+    if split not in ("drawing", "paper"):
+        raise ValueError(f"split is drawing or paper, not {split!r}")
+    drawings = source("omniglot", "all")
+    if not isinstance(drawings, Shards):
+        raise DataMissing(f"Omniglot is read from a Parquet file, not from the folder {drawings}")
+    of_row, character = drawings.column("alphabet"), drawings.column("character")
+    names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in drawings.names("alphabet")]
+    pictures = decoded(drawings, Form(size, 1, filter="box")) if copies == 1 else moved(drawings, size, copies)
 
     tasks = []
     for alphabet in range(alphabets):
-        rows = table.take(np.flatnonzero(of_row == alphabet))
-        x = torch.stack([_picture(image["bytes"], size) for image in rows.column("image").to_pylist()])
-        characters, labels = np.unique(np.asarray(rows.column("character")), return_inverse=True)
-        y = torch.from_numpy(labels.astype(np.int64))
-        order = torch.from_numpy(np.random.default_rng([seed, alphabet]).permutation(len(y)))
-        tenth = len(y) // 10
-        test, valid, train = order[:tenth], order[tenth : 2 * tenth], order[2 * tenth :]
+        rows = np.flatnonzero(of_row == alphabet)
+        x = _strokes(pictures[rows]) if copies == 1 else torch.from_numpy(pictures[rows]).flatten(0, 1)
+        characters, labels = np.unique(character[rows], return_inverse=True)
+        y = torch.from_numpy(labels.astype(np.int64)).repeat_interleave(copies)
+        random = np.random.default_rng([seed, alphabet])
+        if split == "paper":
+            order = random.permutation(len(y))
+        else:
+            order = (random.permutation(len(rows))[:, None] * copies + np.arange(copies)).ravel()
+        tenth = len(order) // copies // 10 * copies if split == "drawing" else len(order) // 10
+        test, valid, train = (torch.from_numpy(part) for part in np.split(order, [tenth, 2 * tenth]))
         name = names[alphabet] if names else f"alphabet-{alphabet}"
         tasks.append(Task(name, len(characters), x[train], y[train], x[valid], y[valid], x[test], y[test]))
     return tuple(tasks)
 
 
-def _find() -> Path:
-    folder = os.environ.get("AGSCL_DATA")
-    if not folder:
-        raise DataMissing(
-            "Omniglot is not downloaded for you yet. Set AGSCL_DATA to a folder that holds omniglot/all.parquet "
-            "(columns image.bytes, alphabet, character)."
-        )
-    path = Path(folder) / "omniglot" / "all.parquet"
-    if not path.is_file():
-        raise DataMissing(f"Omniglot was looked for at {path} (AGSCL_DATA={folder}) and is not there.")
-    return path
+def _strokes(pictures: Array) -> Tensor:
+    """Black ink on white as strokes 1 on 0, grey where a stroke's edge falls."""
+    return 1 - torch.from_numpy(pictures.astype(np.float32) / 255)
 
 
-def _read(path: Path) -> Any:
-    try:
-        import PIL.Image  # noqa: F401
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataMissing("Reading Omniglot needs pyarrow and Pillow: pip install 'agscl[data]'") from error
-    try:
-        return pyarrow.parquet.read_table(path, columns=["image", "alphabet", "character"])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataMissing(f"{path} could not be read as Omniglot's Parquet file: {error}") from error
+def moved(drawings: Source, size: int, copies: int) -> Array:
+    """(drawings, copies, 1, size, size) bytes, strokes 255 on 0: each drawing, then its rotated and shifted copies."""
+
+    def make() -> Array:
+        plain = decoded(drawings, Form(size, 1, filter="box"))
+        fine = decoded(drawings, Form(2 * size, 1, filter="box"))  # thin strokes would be lost otherwise
+        made = np.empty((len(plain), copies, 1, size, size), np.uint8)
+        made[:, 0] = 255 - plain
+        with Bar("rotating and shifting omniglot, once", len(plain)) as bar:
+            for start in range(0, len(plain), 100):
+                some = _strokes(fine[start : start + 100])
+                made[start : start + 100, 1:] = _moved(some, size, copies - 1, np.random.default_rng([20, start]))
+                bar.advance(len(some))
+        return made
+
+    identity = (str(drawings), size, copies, DEGREES, SHIFT)
+    return cached("omniglot-moved", identity, drawings.state(), make)
 
 
-def _alphabet_names(table: Any) -> list[str]:
-    metadata = (table.schema.metadata or {}).get(b"huggingface")
-    if metadata is None:
-        return []
-    names = json.loads(metadata)["info"]["features"]["alphabet"].get("names", [])
-    return [name.rsplit("/", 1)[-1].replace(".", "_") for name in names]
-
-
-def _picture(encoded: bytes, size: int) -> torch.Tensor:
-    """A drawing (black ink on white) as (1, size, size) with strokes 1 on 0, grey where a stroke's edge falls."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(encoded)) as image:
-        small = image.convert("L").resize((size, size), Image.Resampling.BOX)
-    return 1 - torch.from_numpy(np.array(small, dtype=np.float32) / 255)[None]
+def _moved(drawings: Tensor, size: int, copies: int, random: np.random.Generator) -> Array:
+    """(n, copies, 1, size, size) bytes from (n, 1, 2 size, 2 size) strokes."""
+    n = len(drawings)
+    angle = np.deg2rad(random.uniform(-DEGREES, DEGREES, (n, copies)))
+    shift = random.uniform(-2 * SHIFT, 2 * SHIFT, (2, n, copies))  # in units of half the side
+    cos, sin, right, down = (
+        torch.from_numpy(part).float().view(-1, 1, 1) for part in (np.cos(angle), np.sin(angle), *shift)
+    )
+    across = (2 * torch.arange(2 * size) + 1) / (2 * size) - 1
+    along = across[:, None]
+    grid = torch.stack([cos * across - sin * along + right, sin * across + cos * along + down], -1)
+    fine = F.grid_sample(drawings.repeat_interleave(copies, 0), grid, mode="bilinear", align_corners=False)
+    pictures = F.avg_pool2d(fine, 2).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+    return pictures.view(n, copies, 1, size, size).numpy()

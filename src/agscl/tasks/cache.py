@@ -1,0 +1,93 @@
+"""Arrays that take long to make, made once, kept on disk and memory-mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from agscl.tasks.task import Array
+
+VERSION = 1
+"""To be raised whenever the same call would make another array."""
+DIGEST = 32
+"""Bytes of SHA-256 behind the array; numpy reads the file all the same."""
+ABANDONED = 24 * 3600.0
+"""Seconds after which an unfinished file is no other process's work any more."""
+
+
+def home() -> Path:
+    """Where arrays are kept: `AGSCL_CACHE`, or ~/.cache/agscl."""
+    return Path(os.environ.get("AGSCL_CACHE") or "~/.cache/agscl").expanduser()
+
+
+def cached(name: str, identity: object, state: object, make: Callable[[], Array]) -> Array:
+    """The array that `make` makes, from disk where it was made before.
+
+    `identity` says what it is, `state` what its sources look like now: with another state it is made anew and replaces
+    the old one. So it is when its file is damaged. Several processes may ask for the same array at once.
+    """
+    kind = f"{name}-{_short((VERSION, identity))}"
+    path = home() / "decoded" / f"{kind}-{_short(state)}.npy"
+    array = _open(path)
+    if array is not None:
+        return array
+    array = make()
+    try:
+        _store(path, array)
+    except OSError as error:
+        warnings.warn(
+            f"{name} could not be kept in {path.parent}: {error.strerror or error}. It is decoded anew each time; to "
+            f"avoid that, set AGSCL_CACHE to a folder with {math.ceil(array.nbytes / 1e6)} MB to spare.",
+            stacklevel=2,
+        )
+        return array
+    for stale in path.parent.glob(f"{kind}-*.npy"):
+        if stale != path:
+            with contextlib.suppress(OSError):
+                stale.unlink()
+    return array
+
+
+def _short(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _open(path: Path) -> Array | None:
+    """The whole array, or nothing where the file is not there or not what was written."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with open(path, "rb") as file:
+            file.seek(-DIGEST, os.SEEK_END)
+            whole = file.read() == hashlib.sha256(array.data).digest()
+    except (OSError, ValueError, EOFError):
+        return None
+    return array if whole else None
+
+
+def _store(path: Path, array: Array) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob("*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
+    temporary = path.with_name(f"{path.stem}-{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            np.lib.format.write_array(file, array, allow_pickle=False)
+            file.write(hashlib.sha256(array.data).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

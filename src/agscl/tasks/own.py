@@ -1,0 +1,267 @@
+"""Task sequences from data of one's own: a folder, a dataset on the Hugging Face hub, or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agscl.tasks.catalogue import folders, named
+from agscl.tasks.download import DownloadFailed, Remote, get, held, is_whole, on_the_hub
+from agscl.tasks.images import LABEL_COLUMNS, Folder, Form, Shards, Source, decoded, find, in_order, shapes
+from agscl.tasks.task import Array, DataMissing, Examples, TaskSequence, cut
+
+TEST_SPLITS = ("test", "validation", "valid", "val")
+"""What a test split may be called; the first one present is taken."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Examples before their classes are numbered."""
+
+    x: Array | Tensor
+    label: Array
+    group: Array | None
+    """What tells the tasks apart, if it is not the class."""
+    names: Sequence[str] = ()
+    """What integer labels stand for, if known."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    classes_per_task: int
+    seed: int
+    shuffle: bool
+    validation: float
+    test_share: float
+
+    def __post_init__(self) -> None:
+        if self.classes_per_task < 2:
+            raise ValueError(f"classes_per_task must be at least 2, not {self.classes_per_task}")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation is a share, 0 or more and below 1, not {self.validation}")
+        if not 0 < self.test_share < 1:
+            raise ValueError(f"test_share is above 0 and below 1, not {self.test_share}")
+
+
+def from_folder(
+    path: str | Path,
+    *,
+    by: str = "class",
+    classes_per_task: int = 10,
+    size: int | None = None,
+    channels: Literal[1, 3] = 3,
+    image: str | None = None,
+    label: str | None = None,
+    seed: int = 0,
+    shuffle: bool = False,
+    validation: float = 0.1,
+    test_share: float = 0.2,
+) -> TaskSequence:
+    """Tasks from pictures: PATH/CLASS/picture.png, PATH/TASK/CLASS/picture.png, or Parquet files in PATH.
+
+    Where there are PATH/train and PATH/test, or train.parquet and test.parquet, their split is kept.
+
+    Args:
+        by: What makes a task. "class": `classes_per_task` classes each, in the order of their names. "folder": each
+            folder TASK. Otherwise a column of the Parquet files: each of its values is a task.
+        size: Pictures become `size` × `size`: the shorter side is resized, the middle kept. Not needed where all of
+            them are squares of one size.
+        channels: 3 for colours, 1 for grey.
+        image: The column of the pictures in Parquet files, if it is not called image or img.
+        label: The column of the labels, if it is not called label, fine_label or labels.
+        seed: Draws what is set apart and, with `shuffle`, the order of the classes or tasks.
+        validation: The share of each task's training examples set apart for validation; 0 for none.
+        test_share: The share of each class set apart for test where there is no test split.
+    """
+    split = _Split(classes_per_task, seed, shuffle, validation, test_share)
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise DataMissing(f"there is no folder {folder}")
+    train, test = find(folder.name, folder, "train", image), None
+    if train is not None:
+        found = (find(folder.name, folder, name, image) for name in TEST_SPLITS)
+        test = next((each for each in found if each is not None), None)
+    elif parquet := sorted(folder.glob("*.parquet")):
+        train = Shards(folder.name, tuple(parquet), image)
+    else:
+        train = Folder(folder.name, folder)
+    learned = _read(train, by, size, channels, label)
+    return _sequence(learned, None if test is None else _read(test, by, size, channels, label), split)
+
+
+def from_hub(name: str, *, config: str | None = None, **options: Any) -> TaskSequence:
+    """Tasks from a dataset of pictures on the Hugging Face hub, e.g. "uoft-cs/cifar100"; downloaded the first time.
+
+    `config` is which of its configurations, where it has several; the options are those of `from_folder`.
+    """
+    kept = "--".join([*name.split("/"), *([config] if config else [])])
+    places = [folder / "hub" / kept for folder in folders()]
+    folder = next((place for place in places if is_whole(place)), None)
+    if folder is None:
+        folder = places[0]
+        with held(folder):
+            get(folder, lambda: _planned(name, config))
+    return from_folder(folder, **options)
+
+
+def from_tensors(
+    x: Tensor,
+    y: Tensor | Sequence[Any],
+    *,
+    by: Literal["class"] | Tensor | Sequence[Any] = "class",
+    test: tuple[Tensor, Tensor | Sequence[Any]] | None = None,
+    test_by: Tensor | Sequence[Any] | None = None,
+    classes_per_task: int = 10,
+    seed: int = 0,
+    shuffle: bool = False,
+    validation: float = 0.1,
+    test_share: float = 0.2,
+) -> TaskSequence:
+    """Tasks from inputs (examples, ...) and their labels, integers or names.
+
+    Floats are taken as they are; bytes are pictures, normalised with the mean and deviation of the training part.
+
+    Args:
+        by: What makes a task. "class": `classes_per_task` classes each. Otherwise a value for each example: those with
+            the same one are a task.
+        test: Inputs and labels for test; where there are none, `test_share` of each class is set apart.
+        test_by: As `by`, for `test`.
+
+    The other arguments are those of `from_folder`.
+    """
+    split = _Split(classes_per_task, seed, shuffle, validation, test_share)
+    if isinstance(by, str) and by != "class":
+        raise ValueError(f'by is "class", or a value for each example, not {by!r}')
+    if not isinstance(by, str) and test is not None and test_by is None:
+        raise ValueError("test_by must say to which task each test example belongs, since by does so for training")
+    learned = _checked(x, y, None if isinstance(by, str) else by)
+    return _sequence(learned, None if test is None else _checked(*test, test_by), split)
+
+
+def _checked(x: Tensor, y: Tensor | Sequence[Any], group: Tensor | Sequence[Any] | None) -> _Part:
+    part = _Part(x, np.asarray(y), None if group is None else np.asarray(group))
+    for what, values in (("labels", part.label), ("values that say which task they belong to", part.group)):
+        if values is not None and values.shape != (len(x),):
+            raise ValueError(f"there are {len(x)} examples, but the {what} have the shape {values.shape}")
+    return part
+
+
+def _read(source: Source, by: str, size: int | None, channels: Literal[1, 3], label: str | None) -> _Part:
+    if isinstance(source, Shards):
+        column = source.which(label, LABEL_COLUMNS, "labels", "label")
+        task = None if by == "class" else source.which(by, (), "tasks", "by")
+    else:
+        column, task = "label", {"class": None, "folder": "task"}.get(by, by)
+    if size is None:
+        found = np.unique(shapes(source), axis=0)
+        if len(found) > 1 or found[0, 0] != found[0, 1]:
+            raise ValueError(f"the pictures in {source} are not squares of one size: give the size, e.g. size=64")
+        size = int(found[0, 0])
+    pictures = decoded(source, Form(size, channels, fit="crop"))
+    return _Part(pictures, source.column(column), None if task is None else source.column(task), source.names(column))
+
+
+def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
+    labels = in_order(train.label)
+    learned = Examples(train.x, _places(train.label, labels, "class"))
+    tested = learned if test is None else Examples(test.x, _places(test.label, labels, "class"))
+    random = np.random.default_rng([split.seed, 0]) if split.shuffle else None
+    if train.group is None:
+        order = np.arange(len(labels)) if random is None else random.permutation(len(labels))
+        task_of_class = np.argsort(order) // split.classes_per_task
+        of, test_of = task_of_class[learned.y], task_of_class[tested.y]
+        names = [_ends(labels, train.names, np.flatnonzero(task_of_class == task)) for task in np.unique(task_of_class)]
+    else:
+        values = in_order(train.group)
+        values = values if random is None else [values[place] for place in random.permutation(len(values))]
+        of = _places(train.group, values, "task")
+        test_of = of if test is None or test.group is None else _places(test.group, values, "task")
+        names = [str(value) for value in values]
+
+    tests = np.ones(len(tested.y), bool) if test is not None else _set_apart(learned.y, of, labels, split)
+    tasks = []
+    for task, name in enumerate(names):
+        train_rows = np.flatnonzero((of == task) & ~tests if test is None else of == task)
+        test_rows = np.flatnonzero((test_of == task) & tests)
+        classes = np.unique(learned.y[train_rows])
+        if len(classes) < 2:
+            raise ValueError(f"task {name!r} has one class only, {labels[classes[0]]!r}; a task takes two or more")
+        if lacking := set(classes.tolist()) ^ set(tested.y[test_rows].tolist()):
+            which = [labels[label] for label in sorted(lacking)]
+            raise ValueError(f"task {name!r} has examples of {which} in only one of training and test")
+        made = cut(
+            name.replace(".", "_"),  # it is its head's name too, which may have no dots
+            classes.tolist(),
+            learned,
+            train_rows,
+            tested,
+            test_rows,
+            validation=split.validation,
+            random=np.random.default_rng([split.seed, 2, task]),
+        )
+        tasks.append(made)
+    return _normalised(tuple(tasks))
+
+
+def _places(values: Array, known: list[Any], what: str) -> Array:
+    place = {value: place for place, value in enumerate(known)}
+    if strange := set(values.tolist()) - set(known):
+        raise ValueError(
+            f"the test examples are of a {what} that training does not have: {in_order(np.array([*strange]))}"
+        )
+    return np.array([place[value] for value in values.tolist()])
+
+
+def _ends(labels: list[Any], names: Sequence[str], classes: Array) -> str:
+    """The first and the last class of a task, as its name."""
+    ends = [labels[classes[0]], labels[classes[-1]]]
+    return "-".join(str(names[end] if names and isinstance(end, int) else end) for end in ends)
+
+
+def _set_apart(y: Array, of: Array, labels: list[Any], split: _Split) -> Array:
+    """Which rows are for test: a share of each class in each task."""
+    random = np.random.default_rng([split.seed, 1])
+    tests = np.zeros(len(y), bool)
+    for task, label in np.unique(np.stack([of, y]), axis=1).T:
+        rows = random.permutation(np.flatnonzero((of == task) & (y == label)))
+        if len(rows) < 2:
+            raise ValueError(f"there is one example only of {labels[label]!r}: it cannot be in training and in test")
+        tests[rows[: max(1, round(split.test_share * len(rows)))]] = True
+    return tests
+
+
+def _normalised(tasks: TaskSequence) -> TaskSequence:
+    """Bytes get the mean and the deviation of the training part of all tasks."""
+    if tasks[0].train_x.dtype != torch.uint8:
+        return tasks
+    channels = tasks[0].train_x.shape[1]
+    counts = torch.zeros(channels, 256, dtype=torch.float64)
+    for task in tasks:
+        for channel in range(channels):
+            counts[channel] += torch.bincount(task.train_x[:, channel].flatten().int(), minlength=256)
+    values = torch.arange(256, dtype=torch.float64) / 255
+    share = counts / counts.sum(1, keepdim=True)
+    mean = share @ values
+    std = (share * (values - mean[:, None]) ** 2).sum(1).sqrt()
+    std[std == 0] = 1
+    return tuple(replace(task, mean=mean.float(), std=std.float()) for task in tasks)
+
+
+def _planned(name: str, config: str | None) -> tuple[str, list[Remote]]:
+    revision, found = on_the_hub(name)
+    chosen = config or (next(iter(found)) if len(found) == 1 else "default")
+    if chosen not in found:
+        raise DownloadFailed(f"choose a configuration of {name}: config=... is one of {', '.join(found)}")
+    splits = found[chosen]
+    train = next(iter(splits)) if len(splits) == 1 else "train"
+    if train not in splits:
+        raise DownloadFailed(f"{name} has no split called train; it has: {', '.join(splits)}")
+    test = next((split for split in TEST_SPLITS if split in splits and split != train), None)
+    files = named("train", splits[train]) + (named("test", splits[test]) if test else [])
+    return f"{name}@{revision}", files

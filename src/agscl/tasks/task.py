@@ -1,0 +1,149 @@
+"""One task's data, and how it is cut out of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from agscl.tasks.crop import random_resized_crop
+
+
+class DataMissing(Exception):
+    """Data is not there or cannot be read; the message says where it was looked for and what to do."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task's data, as it is kept: `inputs` and `batch` make of it what a model reads.
+
+    Inputs are (examples, ...) floats or (examples, channels, height, width) bytes; labels (examples,) integers below
+    `classes`.
+    """
+
+    name: str
+    classes: int
+    train_x: Tensor
+    train_y: Tensor
+    valid_x: Tensor | None
+    valid_y: Tensor | None
+    test_x: Tensor
+    test_y: Tensor
+    mean: Tensor | None = None
+    """(channels,) mean of the inputs, bytes taken as 0 to 1; none where they are not normalised."""
+    std: Tensor | None = None
+    """(channels,) standard deviation, likewise."""
+    crop: int | None = None
+    """Pictures are read as `crop` × `crop`; none: as they are."""
+    shapes: Tensor | None = None
+    """(training examples, 2) height and width of each original picture, kept as a square; a training step then reads
+    a random crop of it."""
+
+    def to(self, device: torch.device | str) -> Task:
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+    def with_validation(self, share: float, seed: int) -> Task:
+        """With this share of the training examples set apart for validation, drawn by the seed, if there are none."""
+        if not share or self.valid_x is not None:
+            return self
+        rows = torch.from_numpy(np.random.default_rng([seed, len(self.train_y)]).permutation(len(self.train_y)))
+        held, kept = rows.split([round(share * len(rows)), len(rows) - round(share * len(rows))])
+        return replace(
+            self,
+            train_x=self.train_x[kept],
+            train_y=self.train_y[kept],
+            valid_x=self.train_x[held],
+            valid_y=self.train_y[held],
+            shapes=None if self.shapes is None else self.shapes[kept],
+        )
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What a model reads of `x`, some of this task's inputs: floats, normalised. Nothing is drawn at random."""
+        x = _floats(x)
+        if self.crop is not None and x.shape[-2:] != (self.crop, self.crop):
+            x = F.interpolate(x, (self.crop, self.crop), mode="bilinear", antialias=True)
+        return self._normalised(x)
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of these rows of the training data, for a training step.
+
+        Crops are drawn by torch's global generator of the data's device.
+        """
+        x, y = self.train_x[rows], self.train_y[rows]
+        if self.crop is None or self.shapes is None:
+            return self.inputs(x), y
+        return self._normalised(random_resized_crop(_floats(x), self.shapes[rows], self.crop)), y
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        if self.mean is None or self.std is None:
+            return x
+        by_channel = (-1, *[1] * (x.dim() - 2))
+        return (x - self.mean.view(by_channel)) / self.std.view(by_channel)
+
+
+TaskSequence = tuple[Task, ...]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and labels, memory-mapped or not, before they are cut into tasks."""
+
+    x: Array | Tensor
+    y: Array
+    """(examples,) integers."""
+
+    def rows_of(self, classes: Sequence[int]) -> Array:
+        return np.flatnonzero(np.isin(self.y, classes))
+
+
+def cut(
+    name: str,
+    classes: Sequence[int],
+    train: Examples,
+    train_rows: Array,
+    test: Examples,
+    test_rows: Array,
+    *,
+    validation: float,
+    random: np.random.Generator,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Task:
+    """The task of telling `classes` apart, numbered in this order, on these rows.
+
+    `random` draws which share `validation` of the training rows is set apart; 0: none is.
+    """
+    rows = random.permutation(train_rows)
+    held = int(validation * len(rows))
+    valid_x, valid_y = _part(train, rows[:held], classes) if validation else (None, None)
+    return Task(
+        name,
+        len(classes),
+        *_part(train, rows[held:], classes),
+        valid_x,
+        valid_y,
+        *_part(test, test_rows, classes),
+        mean=None if mean is None else torch.tensor(mean),
+        std=None if std is None else torch.tensor(std),
+    )
+
+
+def _part(examples: Examples, rows: Array, classes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    order = np.argsort(classes)
+    places = order[np.searchsorted(np.asarray(classes)[order], examples.y[rows])]
+    y = torch.from_numpy(places.astype(np.int64))
+    if isinstance(examples.x, Tensor):
+        return examples.x[torch.from_numpy(rows)], y
+    return torch.from_numpy(examples.x[rows]), y
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.float() / 255 if x.dtype == torch.uint8 else x
