@@ -332,7 +332,9 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
         (["run", "--resume"], "no unfinished run"),
         (["run", "omniglot5"], "AGSCL_DATA"),
         (["verify", "nosuch"], "no run is called 'nosuch'"),
-        (["inspect", "nocolon"], "expected module:function"),
+        (["inspect", "nocolon"], "'nocolon' is no network (mlp, cifar, omniglot, alexnet, eight, atari) and no run"),
+        (["inspect", "mlp", "--tasks", "0"], "--tasks must be at least 1"),
+        (["inspect", "mlp", "--heads", "out"], "--input-shape and --heads are for models of yours"),
         (["inspect", "nosuchmodule:make"], "no module is called 'nosuchmodule'"),
         (["inspect", "json:nosuch"], "json has no 'nosuch'"),
         (["inspect", "json:__name__"], "not a function"),
@@ -391,11 +393,12 @@ def test_methods_lists_every_method_with_its_line_and_what_it_holds(capsys):
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, each in METHODS.items():
-        (line,) = [line for line in lines if line.split()[:1] == [name] and not line.rstrip()[-1].isdigit()]
+        line = next(line for line in lines if line.split()[:1] == [name])
         assert each.about.startswith(line.removeprefix(name).strip()[:30])
-    held = {line.split("  ")[0]: line.split()[-3:] for line in lines if line.rstrip()[-1:].isdigit()}
-    assert held["EWC"] == ["8,350", "16,700", "66,800"]
-    assert held["fine-tuning"] == ["0", "0", "0"]
+    held = {line.split()[0]: line.split()[1:] for line in lines if line.endswith(("B", "–"))}
+    assert held["EWC"] == ["8,350", "8,350", "–", "–", "–", "66.8", "kB"]
+    assert held["HAT"] == ["–", "–", "150", "750", "–", "3.6", "kB"]
+    assert held["fine-tuning"] == ["–"] * 6
     assert held["AGS-CL"][0] == "150"
     assert max(map(len, lines)) <= 80
 
@@ -443,4 +446,90 @@ def test_inspect_prints_the_nodes_and_what_each_method_would_store(arguments, no
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if line.startswith("AGS-CL"))
     assert str(nodes) in row.split()
-    assert "RWALK" in shown
+    assert "after 10 tasks" in shown
+    for each in METHODS.values():
+        assert each.bound or any(line.startswith(each.title) for line in shown.splitlines())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def counted(shown: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.rstrip().endswith(("B", "–", "×"))}
+
+
+def test_inspect_of_a_network_says_what_each_method_holds_as_the_paper_counts_and_in_full(capsys):
+    assert main(["inspect", "eight", "--tasks", "8"]) == 0
+    shown = capsys.readouterr().out
+    rows = counted(shown)
+    assert rows["AGS-CL"] == ["9,344", "≤20,085,568", "9,344", "–", "–", "≤80.6", "MB"]
+    assert rows["EWC"] == ["20,085,568", "20,085,568", "–", "–", "–", "160.7", "MB"]
+    assert rows["RWALK"][:2] == ["40,171,136", "20,085,568"]
+    assert rows["HAT"][3] == "74,752"
+    assert "20,085,568        9,344   2,150 ×" in shown
+    assert "40,171,136        9,344   4,299 ×" in shown
+    assert "40,171,136  ≤20,104,256  ≥ 1.99 ×" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_inspect_of_alexnet_shows_9344_importances_against_57_million_in_one_command(capsys):
+    assert main(["inspect", "alexnet"]) == 0
+    shown = capsys.readouterr().out
+    rows = counted(shown)
+    assert rows["AGS-CL"][:3] == ["9,344", "≤57,003,840", "9,344"]
+    assert rows["EWC"][:2] == ["57,003,840", "57,003,840"]
+    assert "57,003,840        9,344   6,101 ×" in shown
+    assert "114,007,680        9,344  12,201 ×" in shown
+    assert "114,007,680  ≤57,022,528  ≥ 1.99 ×" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_numbers_too_long_for_the_terminal_are_shortened():
+    from agscl.analysis.memory import FORECASTS, Amount, Layer, Outline, forecast
+    from agscl.terminal import _held, console
+
+    many, layers = Amount(4 * 10**9, 16 * 10**9), (Layer(1, 10**5, (100,), 4),)
+    outline = Outline(weights=many, packed=many.numbers, groups=10**5, incoming=many, layers=layers)
+    kept = {name: forecast(name, outline, 3) for name in FORECASTS}
+    with console.capture() as captured:
+        console.print(_held("", kept))
+    assert "8,000.0 M" in captured.get()
+    assert "48.0 GB" in captured.get()
+    assert max(map(len, captured.get().splitlines())) <= 80
+
+
+def test_inspect_of_a_finished_run_shows_what_it_really_held_beside_every_method(finished, capsys):
+    assert main(["inspect", "quick"]) == 0
+    shown = capsys.readouterr().out
+    memory = json.loads((finished / "result.json").read_text())["methods"]["agscl"]["memory"]
+    (own,) = [line.split()[2:] for line in shown.splitlines() if line.startswith("this run ")]
+    assert own[:3] == [f"{memory[purpose]:,}" for purpose in ("importances", "anchors", "masks")]
+    assert "this run: AGS-CL, as it counted itself at its end" in shown
+    assert "after 5 tasks" in shown
+    rows = counted(shown)
+    assert rows["AGS-CL"][:2] == ["150", "≤8,350"]
+    assert rows["HAT"][2:4] == ["150", "750"]
+    everything = sum(memory[purpose] for purpose in ("importances", "anchors", "masks"))
+    assert rows["all"][-4:] == ["16,700", f"{everything:,}", f"{16_700 / everything - 0.005:.2f}", "×"]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert main(["inspect", "runs/quick"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_inspect_of_a_run_has_its_own_number_of_tasks_and_must_be_finished(finished, tmp_path, monkeypatch, capsys):
+    assert main(["inspect", "quick", "--tasks", "3"]) == 2
+    assert "has learned 5 tasks, and is shown after these" in capsys.readouterr().err
+    shutil.copytree(finished, tmp_path / "runs" / "half")
+    (tmp_path / "runs" / "half" / "result.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "half"]) == 2
+    assert "agscl run --resume half finishes it" in capsys.readouterr().err
+
+
+def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run:
+        execute(configure("digits", method="separate", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+    assert main(["inspect", "quick"]) == 0
+    shown = capsys.readouterr().out
+    assert "separate, a bound" in shown
+    assert "this run" not in shown

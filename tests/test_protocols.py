@@ -111,21 +111,22 @@ def test_the_validation_loss_is_the_loss_that_training_lowers_penalty_included(n
         extra = (running.method.loss(task.valid_x, output) + running.method.penalty()).item()
     running.model.train()
     assert extra > 0
-    assert running._validation_loss() == pytest.approx(plain + extra)
+    assert running._validation_loss().item() == pytest.approx(plain + extra)
 
 
 def test_agscls_validation_loss_is_the_tasks_loss_alone():
     running = trainer("agscl", VALIDATED, patience=5)
     while running.task_index < 1 or running.epoch < 1:
         running.advance()
-    output = running._outputs(VALIDATED[1].valid_x, VALIDATED[1].name)
-    assert running._validation_loss() == pytest.approx(F.cross_entropy(output, VALIDATED[1].valid_y).item())
+    with running._evaluating():
+        output = running.model(VALIDATED[1].valid_x, VALIDATED[1].name)
+    assert running._validation_loss().item() == pytest.approx(F.cross_entropy(output, VALIDATED[1].valid_y).item())
 
 
 def test_what_a_method_trains_beside_the_model_returns_to_the_best_epoch_too():
     running = trainer("hat", VALIDATED, epochs=3, restore_best=True)
     losses = iter([1.0, 2.0, 3.0])
-    running._validation_loss = lambda: next(losses)
+    running._validation_loss = lambda: torch.tensor(next(losses))
     while running.epoch < 1:
         running.advance()
     task = DIGITS[0].name

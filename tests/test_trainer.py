@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -94,8 +96,8 @@ def test_the_order_of_the_batches_depends_on_the_position_alone():
 class Scripted(Trainer):
     """Validation losses as written down, one per epoch."""
 
-    def _validation_loss(self) -> float:
-        return self.script[self.epoch]
+    def _validation_loss(self) -> torch.Tensor:
+        return torch.tensor(self.script[self.epoch], dtype=torch.float64)
 
 
 def scripted(script, **changes) -> Scripted:
@@ -116,6 +118,88 @@ def test_the_rate_drops_after_patience_epochs_without_a_better_loss_and_adam_sta
     rates = [event["lr"] for event in events if event["event"] == "epoch"]
     assert rates == pytest.approx([0.09, 0.09, 0.09, 0.03, 0.03, 0.03])
     assert [count == 0 for count in moments] == [False, False, True, False, False, True]
+
+
+def test_captured_steps_choose_epochs_and_rates_on_the_device_as_the_plain_ones_do_on_the_host():
+    script = [5.0, 6.0, 5.0, 4.0, 4.5, 4.1, 4.2, 3.0, 3.5]
+    plain, captured = scripted(script), scripted(script, engine="captured")
+    for trainer in (plain, captured):
+        trainer.told = []
+        trainer.emit = trainer.told.append
+        outcome(trainer)
+    epochs = [[event for event in trainer.told if event["event"] == "epoch"] for trainer in (plain, captured)]
+    for one, other in zip(*epochs, strict=True):
+        assert one.pop("lr") == pytest.approx(other.pop("lr"))
+        assert one.pop("loss") == pytest.approx(other.pop("loss"), rel=1e-4)
+        assert one == other
+    assert plain.accuracies == captured.accuracies
+
+
+@pytest.mark.parametrize("method", [FineTune, AGSCL])
+def test_captured_steps_stopped_after_any_epoch_and_continued_end_with_the_same_bits(method):
+    config = replace(QUICK, engine="captured")
+    expected = outcome(make_trainer(method, config))
+    for stopped_after in range(len(TASKS) * (1 + 3 + 1)):  # per task: its start, three epochs, its end
+        stopped = make_trainer(method, config)
+        for _ in range(stopped_after):
+            assert stopped.advance()
+        stored = unflatten(*flatten(stopped.state_dict()))
+        continued = make_trainer(method, config)
+        continued.load_state_dict(stored)
+        assert outcome(continued) == expected, f"after {stopped_after} units"
+
+
+def test_a_run_begun_with_plain_steps_goes_on_with_captured_ones():
+    plain, captured = make_trainer(AGSCL, QUICK), make_trainer(AGSCL, replace(QUICK, engine="captured"))
+    for _ in range(7):  # in the middle of an epoch
+        plain.advance()
+    assert plain.step
+    captured.load_state_dict(plain.state_dict())
+    outcome(captured)
+    outcome(plain)
+    for one, other in zip(plain.losses, captured.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
+
+
+def test_captured_steps_stop_at_a_loss_that_is_not_a_number():
+    broken = make_task("second", 1)
+    broken.train_x[3] = float("nan")
+    trainer = make_trainer(FineTune, replace(QUICK, engine="captured"), tasks=(TASKS[0], broken))
+    with pytest.raises(TrainingFailed, match=r"task 2 \(second\), epoch 1; a lower learning rate"):
+        outcome(trainer)
+
+
+def test_pictures_as_bytes_are_normalised_on_the_device_and_laid_out_as_asked():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    y = torch.arange(40) % 2
+    task = Task("t", 2, x, y, x[:8], y[:8], x, y, mean=torch.full((3,), 0.5), std=torch.full((3,), 0.25))
+
+    def train(**options):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 16), nn.ReLU())
+        model = MultiHead(trunk, features=16)
+        trainer = Trainer(model, FineTune(model), (task,), TrainingConfig(epochs=3, batch_size=16, **options), seed=0)
+        outcome(trainer)
+        return trainer
+
+    plain, last = train(), train(channels_last=True)
+    assert last.model.trunk[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert plain.losses[0] == pytest.approx(last.losses[0], rel=1e-4)
+    assert plain.losses[0] == pytest.approx(train(precision="bf16").losses[0], rel=0.05)
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_the_rate_drops_at_a_given_epoch_and_the_optimizer_keeps_its_state(engine):
+    trainer = scripted([5.0, 6.0, 7.0], patience=None, drop_at=2, engine=engine)
+    events = []
+    trainer.emit = events.append
+    while trainer.epoch < 2:
+        trainer.advance()
+    assert trainer._optimizer.state
+    outcome(trainer)
+    rates = [event["lr"] for event in events if event["event"] == "epoch"]
+    assert rates == pytest.approx([0.09, 0.09, 0.03])
 
 
 def test_no_patience_keeps_the_rate():
@@ -182,7 +266,9 @@ def test_without_a_validation_split_the_best_epoch_cannot_be_asked_for():
     outcome(make_trainer(FineTune, config, tasks=tasks))
 
 
-@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"batch_size": 0}, {"lr": 0}, {"patience": 0}, {"factor": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"epochs": 0}, {"batch_size": 0}, {"lr": 0}, {"patience": 0}, {"factor": 1}, {"engine": "?"}]
+)
 def test_a_setting_that_cannot_be_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TrainingConfig(**wrong)

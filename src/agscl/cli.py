@@ -1,4 +1,4 @@
-"""The command `agscl`: run, compare, verify, inspect, methods.
+"""The command `agscl`: run, compare, search, verify, inspect, methods, data.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by a signal.
 """
@@ -14,14 +14,15 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 with contextlib.suppress(ImportError):  # `main` says what is missing
     import tyro
 
 if TYPE_CHECKING:
+    from agscl.experiments.compare import Job
     from agscl.experiments.presets import RunConfig
 
 DONE, FAILED, WRONG_USE, STOPPED = 0, 1, 2, 130
@@ -50,6 +51,7 @@ def run(
     lr: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
     set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
+    fast: bool = False,
     threads: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
@@ -69,6 +71,7 @@ def run(
         lr: Learning rate at the start of each task.
         set: Settings of the method or of training, e.g. --set mu=20 lam=inf patience=5.
         device: Where to train, e.g. cpu or cuda.
+        fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
         threads: CPU threads; a resumed run keeps the number it was started with.
         runs: The folder that holds all runs.
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
@@ -79,7 +82,7 @@ def run(
     from agscl.runs.folder import read_json
     from agscl.terminal import Progress, say, summary
 
-    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _settings(method, set)
+    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | _settings(method, set)
     if resume is None:
         with _as_wrong_use():
             config = configure(preset, method=method, seed=seed, device=device, **changed)
@@ -137,7 +140,9 @@ def compare(
     epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     batch_size: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     lr: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
+    set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
+    fast: bool = False,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
 ) -> int:
@@ -155,33 +160,113 @@ def compare(
         epochs: Epochs per task.
         batch_size: Examples per step.
         lr: Learning rate at the start of each task.
+        set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set ewc.lam=400.
         device: Where to train, e.g. cpu or cuda.
+        fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
         runs: The folder that holds all runs.
         checkpoint_every: Seconds between two checkpoints of a run.
     """
     from agscl.experiments import compare as comparing
     from agscl.experiments.execute import Interrupted
     from agscl.experiments.methods import METHODS, listed
-    from agscl.runs.folder import read_json
-    from agscl.terminal import Comparing, comparison, percent, say
+    from agscl.terminal import comparison, say
 
-    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr)
-    jobs = _cores() if jobs is None else jobs
-    if seeds < 1 or jobs < 1:
-        raise WrongUse("--seeds and --jobs must be at least 1")
-    folder = runs / (name or _named(f"compare-{preset}", device, changed))
-    _check_name(folder, runs)
-    if (folder / "config.json").exists():
-        raise WrongUse(f"{folder} is a run, not a comparison: give this one a --name of its own")
     with _as_wrong_use():
         names = list(METHODS) if methods == "all" else [each for each in methods.split(",") if listed(each)]
-        plan = comparing.plan(preset, names, seeds, folder, device=device, **changed)
-
-    failed: dict[str, str] = {}
-    notes: dict[str, str] = {}
+    common, own = _settings_for(names, set)
+    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | common
+    folder = runs / (name or _named(f"compare-{preset}", device, changed | own))
+    _check_group(folder, runs, "comparison")
+    if seeds < 1:
+        raise WrongUse("--seeds must be at least 1")
+    with _as_wrong_use():
+        plan = comparing.plan(preset, names, seeds, folder, settings=own, device=device, **changed)
     finished = sum(job.finished for job in plan)
     if finished:
         say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
+    try:
+        failed = _side_by_side(plan, jobs, checkpoint_every)
+    except Interrupted:
+        say("Stopped; checkpoints are stored. The same command continues.")
+        return STOPPED
+    compared = comparing.collect(plan)
+    path = comparing.store(folder, preset, compared, failed)
+    if compared:
+        comparison(compared)
+    say(f"\nstored in {path}")
+    for job, reason in failed.items():
+        say(f"FAILED {job}: {reason}")
+    return FAILED if failed else DONE
+
+
+def search(
+    preset: Annotated[str, _shown("PRESET")],
+    /,
+    *,
+    method: Annotated[str, _shown("METHOD")] = "agscl",
+    seed: Annotated[int, _shown("N")] = 1000,
+    jobs: Annotated[int | None, _shown("N", "(default: one per core)")] = None,
+    name: Annotated[str | None, _shown("NAME", "(default: made from preset, method and changes)")] = None,
+    epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
+    device: Annotated[str, _shown("DEVICE")] = "cpu",
+    fast: bool = False,
+    runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
+    checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
+) -> int:
+    """Search a method's settings for a preset: one after the other, judged on validation data, never on test data.
+
+    AGS-CL: λ, then μ, then ρ; the others: their one strength. The same command goes on where it was stopped.
+
+    Args:
+        preset: The experiment, as for agscl run.
+        method: Whose settings; `agscl methods` lists them.
+        seed: Draws tasks, weights and batches; best one that no comparison uses.
+        jobs: Runs at a time; each takes one thread.
+        name: The search's folder under --runs.
+        epochs: Epochs per task.
+        set: Settings that stay as given, e.g. --set eta=0.8; a searched one starts there.
+        device: Where to train, e.g. cpu or cuda.
+        fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
+        runs: The folder that holds all runs.
+        checkpoint_every: Seconds between two checkpoints of a run.
+    """
+    from agscl.experiments import search as searching
+    from agscl.experiments.execute import Interrupted
+    from agscl.terminal import say, searched
+
+    with _as_wrong_use():
+        changed = _given(epochs=epochs) | _speed(device, fast) | _settings(method, set)
+    folder = runs / (name or _named(f"search-{preset}-{method}", device, changed))
+    _check_group(folder, runs, "search")
+
+    def run_jobs(plan: Sequence[Job]) -> None:
+        for job, reason in _side_by_side(plan, jobs, checkpoint_every).items():
+            say(f"FAILED {job}: {reason}")
+
+    try:
+        with _as_wrong_use():
+            found = searching.search(preset, method, folder, run_jobs, seed=seed, device=device, **changed)
+    except Interrupted:
+        say("Stopped; checkpoints are stored. The same command continues.")
+        return STOPPED
+    searched(found)
+    say(f"\nstored in {folder / 'search.json'}\n{searching.command(preset, method, found[0].settings)}")
+    return FAILED if found[0].valid_accuracy is None else DONE
+
+
+def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float) -> dict[str, str]:
+    """Run jobs, several at a time, and show how far they are; returns why some failed."""
+    from agscl.experiments import compare as comparing
+    from agscl.experiments.execute import Interrupted
+    from agscl.experiments.methods import METHODS
+    from agscl.runs.folder import read_json
+    from agscl.terminal import Comparing, percent, say
+
+    failed: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    if jobs is not None and jobs < 1:
+        raise WrongUse("--jobs must be at least 1")
     with _signals() as stopped, Comparing(plan) as progress:
 
         def ended(job: comparing.Job, how: comparing.Ended) -> None:
@@ -198,22 +283,19 @@ def compare(
 
         try:
             comparing.run_all(
-                plan, processes=jobs, checkpoint_every=checkpoint_every, stop=stopped, watch=progress.show, ended=ended
+                plan,
+                processes=_cores() if jobs is None else jobs,
+                checkpoint_every=checkpoint_every,
+                stop=stopped,
+                watch=progress.show,
+                ended=ended,
             )
         except Interrupted:
             progress.close()
-            say("Stopped; checkpoints are stored. The same command continues.")
-            return STOPPED
+            raise
     for note in notes.values():
         say(note)
-    compared = comparing.collect(plan)
-    path = comparing.store(folder, preset, compared, failed)
-    if compared:
-        comparison(compared)
-    say(f"\nstored in {path}")
-    for job, reason in failed.items():
-        say(f"FAILED {job}: {reason}")
-    return FAILED if failed else DONE
+    return failed
 
 
 def methods() -> int:
@@ -228,7 +310,7 @@ def methods() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an epoch is too short for most of them, which is no matter here
         memory = {name: memory_after("digits", name) for name, listed in METHODS.items() if not listed.bound}
-    show(memory, "after the 5 tasks of digits, one epoch each; an entry of a mask is a number")
+    show(memory, "after the 5 tasks of digits, one epoch each")
     return DONE
 
 
@@ -252,39 +334,79 @@ def verify(run: Annotated[str, _shown("RUN")], /, *, runs: Annotated[Path, _show
 
 
 def inspect(
-    factory: Annotated[str, _shown("MODULE:FACTORY")],
+    what: Annotated[str, _shown("MODULE:FACTORY|NETWORK|RUN")],
     /,
     *,
+    tasks: Annotated[int | None, _shown("N", "(default: 10; the run's own)")] = None,
     input_shape: Annotated[tuple[int, ...], _shown("N ...", "")] = (),
     heads: Annotated[str | None, _shown("MODULE", "")] = None,
     exclude: Annotated[tuple[str, ...], _shown("LAYER ...", "")] = (),
+    runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
 ) -> int:
-    """Print the nodes of a model, who reads each of them, and what each method would store for it.
+    """Print the nodes of a model, who reads each of them, and how much memory each method takes for it.
 
-    A model that is no MultiHead is taken as a trunk and gets a head of two outputs, unless --heads names its own.
+    Of a finished run: also what its method really held. A model that is no MultiHead is taken as a trunk and gets a
+    head of two outputs, unless --heads names its own.
 
     Args:
-        factory: Where to get the model, e.g. mymodels:make; called without arguments, it returns the model, or the
-            model and an example input.
+        what: A model of yours, e.g. mymodels:make: called without arguments, it returns the model, or the model and an
+            example input. Or one of our networks, e.g. alexnet; or the name of a finished run.
+        tasks: After how many tasks the memory is counted.
         input_shape: Shape of the example input without the batch, e.g. 3 32 32, where the factory gives none.
         heads: Where the model's own heads are: the name of the module, e.g. classifier.
         exclude: Layers to leave out of the nodes.
+        runs: The folder that holds all runs.
     """
+    from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast
     from agscl.nodes import NodeGraph, NodeGraphError
-    from agscl.terminal import say, storage
+    from agscl.terminal import memory, say
 
-    bare, given = _build(factory, input_shape)
+    if tasks is not None and tasks < 1:
+        raise WrongUse("--tasks must be at least 1")
+    bare, given, result = _model(what, input_shape, heads, runs)
+    if result is not None and tasks is not None:
+        raise WrongUse(f"{what} has learned {len(result['tasks'])} tasks, and is shown after these: leave out --tasks")
     model, example = _with_a_head(bare, given, heads)
     try:
         graph = NodeGraph(model, example, heads=heads, exclude=exclude)
+        outline = Outline.of(graph, example if isinstance(example, tuple) else (example,))
     except NodeGraphError as error:
-        hint = _about_the_output_layer(factory, input_shape, bare, given, error.layer)
+        hint = _about_the_output_layer(what, input_shape, bare, given, error.layer)
         raise WrongUse(hint or str(error)) from error
     except Exception as error:  # whatever the user's own model raises
         raise WrongUse(f"the model's nodes could not be found: {type(error).__name__}: {error}") from error
     say(str(graph))
-    storage(graph)
+    if result is None:
+        memory({name: forecast(name, outline, tasks or 10) for name in FORECASTS}, tasks or 10)
+        return DONE
+    method, settings = result["config"]["method"], _settings_of(result["config"])
+    learned = len(result["tasks"])
+    foretold = {name: forecast(name, outline, learned, settings.get(name)) for name in FORECASTS}
+    if method in FORECASTS:
+        memory(foretold, learned, (method, Memory(result["methods"][method]["memory"])))
+    else:
+        memory(foretold, learned)
+        say(f"The run is of {method}, a bound: it keeps all data, or a network for each task.")
     return DONE
+
+
+def data(
+    action: Annotated[Literal["list", "get", "check"], _shown("list|get|check")] = "list",
+    names: Annotated[tuple[str, ...], _shown("NAME ...", "")] = (),
+    /,
+) -> int:
+    """List the task sequences and their datasets, download them, or check that they are whole.
+
+    Datasets are looked for in the folder AGSCL_DATA, then in ~/.cache/agscl/data.
+
+    Args:
+        action: list what there is; get what is missing, going on after an interruption; check reads everything.
+        names: Task sequences or datasets, e.g. cifar100 mnist. check without a name takes all that are there.
+    """
+    from agscl.data_cli import data as manage
+
+    with _as_wrong_use():
+        return DONE if manage(action, names) else FAILED
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -294,6 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"agscl: the command needs {', '.join(missing)}: pip install 'agscl[cli]'", file=sys.stderr)
         return WRONG_USE
 
+    from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError
     from agscl.tasks import DataMissing
     from agscl.terminal import say
@@ -301,9 +424,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands: dict[str, Callable[..., Any]] = {
         "run": run,
         "compare": compare,
+        "search": search,
         "verify": verify,
         "inspect": inspect,
         "methods": methods,
+        "data": data,
     }
     try:
         with warnings.catch_warnings():
@@ -316,7 +441,7 @@ def main(arguments: list[str] | None = None) -> int:
                     args=_allow_bare_resume(sys.argv[1:] if arguments is None else arguments),
                 )
             )
-    except (WrongUse, DifferentConfig, DataMissing) as error:
+    except (WrongUse, DifferentConfig, DataMissing, WeightsMissing) as error:
         return _complain(error, WRONG_USE)
     except RunError as error:
         return _complain(error, FAILED)
@@ -366,6 +491,33 @@ def _settings(method: str, pairs: tuple[str, ...]) -> dict[str, Any]:
                 raise WrongUse(f"{method} has no setting {key!r}. It has: {', '.join(kinds)}")
             found[key] = read_setting(kinds[key], key, text)
     return found
+
+
+def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What a comparison's `--set` says: settings of training, and those of each method (METHOD.KEY=VALUE)."""
+    own: dict[str, dict[str, Any]] = {}
+    common = []
+    for pair in pairs:
+        method, dot, _ = pair.partition("=")[0].partition(".")
+        if dot:
+            if method not in methods:
+                raise WrongUse(f"--set {pair}: {method!r} is not among the methods compared: {', '.join(methods)}")
+            own[method] = own.get(method, {}) | _settings(method, (pair.removeprefix(f"{method}."),))
+        else:
+            common.append(pair)
+    return _settings("finetune", tuple(common)), own
+
+
+def _speed(device: str, fast: bool) -> dict[str, Any]:
+    from agscl.experiments.presets import fastest
+
+    return fastest(device) if fast else {}
+
+
+def _check_group(folder: Path, runs: Path, kind: str) -> None:
+    _check_name(folder, runs)
+    if (folder / "config.json").exists():
+        raise WrongUse(f"{folder} is a run, not a {kind}: give this one a --name of its own")
 
 
 def _cores() -> int:
@@ -423,6 +575,45 @@ def _signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _model(
+    what: str, input_shape: tuple[int, ...], heads: str | None, runs: Path
+) -> tuple[Any, Any, dict[str, Any] | None]:
+    """What `inspect` is asked about: the model, an example input and, of a run, its result."""
+    import torch
+
+    from agscl.networks import NETWORKS
+    from agscl.runs import is_finished
+    from agscl.runs.folder import read_json
+
+    if ":" in what:
+        return *_build(what, input_shape), None
+    network, options, result = what, {}, None
+    if what not in NETWORKS:
+        if not any((folder / "config.json").is_file() for folder in (runs / what, Path(what))):
+            raise WrongUse(
+                f"{what!r} is no network ({', '.join(NETWORKS)}) and no run in {runs}/; for a model of yours expected "
+                "module:function, e.g. mymodels:make_resnet"
+            )
+        folder = _existing(runs, what)
+        if not is_finished(folder):
+            raise WrongUse(f"{folder} is not finished: agscl run --resume {folder.name} finishes it")
+        result = read_json(folder / "result.json")
+        network = result["config"]["network"]
+        options = {key: value for key, value in result["config"]["network_options"].items() if key != "weights"}
+    if input_shape or heads:
+        raise WrongUse(f"--input-shape and --heads are for models of yours; those of {what} are known")
+    trunk = NETWORKS[network](**options)
+    return trunk, torch.zeros(2, *trunk.input_shape), result
+
+
+def _settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of each method: the run's own, and its preset's for the others."""
+    from agscl.experiments.presets import PRESETS
+
+    preset = PRESETS.get(config["preset"])
+    return {**(preset.methods if preset else {}), config["method"]: config["settings"]}
 
 
 def _build(factory: str, input_shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import rich.progress
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agscl.analysis.memory import Held, at_most, held, weight_wise
+from agscl.analysis.memory import COMMON, WEIGHT_WISE, Amount, Memory, Outline, forecast
 from agscl.experiments.methods import METHODS
 
 if TYPE_CHECKING:
     from agscl.experiments.compare import Job
     from agscl.experiments.presets import RunConfig
-    from agscl.nodes import NodeGraph
+    from agscl.experiments.search import Tried
 
 TITLES = {name: listed.title for name, listed in METHODS.items()}
+OTHERS = {"bases": "bases", "start": "starting weights", "statistics": "BatchNorm statistics of each task"}
+"""What a method may hold beside importances, anchors, masks and embeddings, in words."""
 WIDEST_MATRIX = 10
 """With more tasks than that a matrix no longer fits 80 columns."""
 
@@ -144,6 +148,17 @@ def comparison(compared: Mapping[str, Any]) -> None:
     console.print(table)
 
 
+def searched(tried: Sequence[Tried]) -> None:
+    """The end of `agscl search`: what was tried, the best first."""
+    settings = list(dict.fromkeys(key for one in tried for key in one.settings))
+    table = _table("Average validation accuracy after the last task", *settings, "%")
+    for one in tried:
+        values = [f"{one.settings[key]:g}" for key in settings]
+        table.add_row(*values, "failed" if one.valid_accuracy is None else f"{100 * one.valid_accuracy:.1f}")
+    console.print()
+    console.print(table)
+
+
 def _spread(measured: Mapping[str, Any], scale: float, digits: int) -> str:
     mean, deviation = measured["mean"], measured["deviation"]
     if mean is None:
@@ -159,12 +174,10 @@ def methods(memory: Mapping[str, Mapping[str, int]], caption: str) -> None:
         table.add_row(name, listed.about)
     console.print(table)
     console.print()
-    table = _table("Held between tasks", "method", "importances", "all numbers", "bytes")
-    for name, kept in memory.items():
-        each = held(kept)
-        table.add_row(TITLES[name], f"{each.importances:,}", f"{each.everything:,}", f"{kept['bytes']:,}")
-    console.print(table)
-    say(caption)
+    kept = {TITLES[name]: Memory(counts) for name, counts in memory.items()}
+    console.print(_held("Numbers held between tasks", kept))
+    for line in (caption, *_notes(kept)):
+        say(line)
 
 
 def summary(result: dict[str, Any], folder: Path) -> None:
@@ -182,7 +195,7 @@ def summary(result: dict[str, Any], folder: Path) -> None:
         console.print(_capacity(names, outcome["statistics"]))
     if outcome["memory"]["bytes"]:
         console.print()
-        console.print(_storage({TITLES[method]: held(outcome["memory"])}, outcome["weights"]))
+        console.print(_held("Numbers held between tasks", _beside(method, outcome["memory"], outcome["weights"])))
     console.print()
     if "certificate" in outcome:
         line = Table.grid(padding=(0, 2))
@@ -193,12 +206,23 @@ def summary(result: dict[str, Any], folder: Path) -> None:
     say(f"stored in    {folder}/ after {seconds:.0f} s of training")
 
 
-def storage(graph: NodeGraph) -> None:
-    """What each method would store for a model."""
-    weights = sum(p.numel() for layer in graph.layers.values() for p in layer.module.parameters())
-    weights += sum(p.numel() for norm in graph.norms.values() for p in norm.module.parameters())
+def memory(foretold: Mapping[str, Memory], tasks: int, run: tuple[str, Memory] | None = None) -> None:
+    """What every method holds for a model, and what a run held; then AGS-CL against EWC, as the paper counts and in
+    full. `run` is a run's method and its own count."""
+    kept = {TITLES[name]: each for name, each in foretold.items()}
+    if run is not None:
+        kept = {"this run": run[1], **kept}
     console.print()
-    console.print(_storage({"AGS-CL, at most": at_most(graph.size, weights)}, weights))
+    console.print(_held(f"Numbers held between tasks, after {tasks} task{'s' if tasks > 1 else ''}", kept))
+    if run is not None:
+        say(f"this run: {TITLES[run[0]]}, as it counted itself at its end")
+    for line in _notes(kept):
+        say(line)
+    ours = run[1] if run and run[0] == "agscl" else foretold["agscl"]
+    if not ours.counts.get("start"):
+        say(f"with fresh=start AGS-CL holds {foretold['agscl'].counts['anchors']:,} starting weights besides")
+    console.print()
+    console.print(_against(foretold["ewc"], ours))
 
 
 def percent(share: float) -> str:
@@ -260,12 +284,84 @@ def _capacity(names: list[str], statistics: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _storage(kept: dict[str, Held], weights: int) -> Table:
-    table = _table("Numbers kept between tasks", "method", "importances", "with anchors and masks")
-    table.caption = f"the trunk has {weights:,} weights"
-    table.caption_justify = "left"
-    for method, each in (
-        kept | {name: each for name, each in weight_wise(weights).items() if name not in kept}
-    ).items():
-        table.add_row(method, f"{each.importances:,}", f"{each.everything:,}")
+def _beside(method: str, counts: Mapping[str, int], weights: int) -> dict[str, Memory]:
+    """What a run's method held, and what the weight-wise ones hold for its trunk, by title."""
+    outline = Outline(weights=Amount(weights, weights * torch.get_default_dtype().itemsize))
+    others = {TITLES[name]: forecast(name, outline, 1) for name in WEIGHT_WISE if name != method}
+    return {TITLES[method]: Memory(counts), **others}
+
+
+def _held(title: str, kept: Mapping[str, Memory]) -> Table:
+    """What is held by purpose; ≤ before what depends on training."""
+
+    def cells(each: Memory, count: Callable[[int], str]) -> dict[str, str]:
+        def shown(purposes: Sequence[str]) -> str:
+            number = sum(each.counts.get(purpose, 0) for purpose in purposes)
+            bound = any(each.counts.get(purpose) for purpose in each.at_most.intersection(purposes))
+            return ("≤" if bound else "") + count(number) if number else "–"
+
+        bound = "≤" if each.bytes and "bytes" in each.at_most else ""
+        found = {purpose: shown([purpose]) for purpose in COMMON} | {"other": shown(list(each.others))}
+        return found | {"bytes": bound + _bytes(each.bytes) if each.bytes else "–"}
+
+    def made(count: Callable[[int], str], padding: int) -> Table:
+        rows = {name: cells(each, count) for name, each in kept.items()}
+        used = [column for column in (*COMMON, "other", "bytes") if any(row[column] != "–" for row in rows.values())]
+        table = _table(title, "method", *used)
+        table.padding = (0, padding, 0, 0)
+        for name, row in rows.items():
+            table.add_row(name, *[row[column] for column in used])
+        return table
+
+    for count, padding in (("{:,}".format, 2), ("{:,}".format, 1), (_short_number, 2)):
+        table = made(count, padding)
+        if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
+            break
     return table
+
+
+def _notes(kept: Mapping[str, Memory]) -> list[str]:
+    """What a reader of `_held` must know."""
+    lines = []
+    others: dict[str, list[str]] = {}
+    for name, each in kept.items():
+        for purpose in each.others:
+            others.setdefault(OTHERS.get(purpose, purpose), []).append(name)
+    if others:
+        lines.append(f"other: {'; '.join(f'{what} ({_and(who)})' for what, who in others.items())}")
+    if any(each.at_most & {p for p, count in each.counts.items() if count} for each in kept.values()):
+        lines.append("≤: depends on training, and cannot be more; all else is exact")
+    if any(each.counts.get("digests") for each in kept.values()):
+        lines.append("an entry of a mask is a number; bytes include the digests of certificates")
+    return lines
+
+
+def _and(names: Sequence[str]) -> str:
+    return ", ".join(name for name in names if name != "this run" or len(names) == 1)
+
+
+def _against(theirs: Memory, ours: Memory) -> Table:
+    """What the paper's text counts, what its figure must count, and all that is held."""
+    whole, bound = theirs.everything, "anchors" in ours.at_most
+    table = _table("AGS-CL against EWC", "", "EWC", "AGS-CL", "")
+    for label, one, other, least in (
+        ("importances", theirs.importances, ours.importances, False),
+        ("importances; EWC's anchors too", whole, ours.importances, False),
+        ("all that each holds", whole, ours.everything, bound),
+    ):
+        times = one / max(1, other)
+        ratio = f"{times:,.0f}" if times >= 10 else f"{math.floor(100 * times) / 100:.2f}"  # never more than it is
+        row = [label, f"{one:,}", ("≤" if least else "") + f"{other:,}", f"{'≥ ' if least else ''}{ratio} ×"]
+        table.add_row(*row)
+    return table
+
+
+def _short_number(number: int) -> str:
+    return f"{number:,}" if number < 10**6 else f"{number / 1e6:,.1f} M"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"

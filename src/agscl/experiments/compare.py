@@ -62,12 +62,22 @@ class Ended:
     """What the method warned about."""
 
 
-def plan(preset: str, methods: Sequence[str], seeds: int, folder: Path, **changes: Any) -> list[Job]:
-    """All runs of a comparison, in the order of the paper's table. Fine-tuning is always one of them, once per seed."""
+def plan(
+    preset: str,
+    methods: Sequence[str],
+    seeds: int,
+    folder: Path,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    **changes: Any,
+) -> list[Job]:
+    """All runs of a comparison, in the order of the paper's table. Fine-tuning is always one of them, once per seed.
+
+    `settings` are those of single methods, `changes` those of training, for all.
+    """
     names = [name for name in METHODS if name in {*methods, REFERENCE}]
     return [
         Job(
-            configure(preset, method=name, seed=seed, reference=False, **changes),
+            configure(preset, method=name, seed=seed, reference=False, **{**changes, **(settings or {}).get(name, {})}),
             folder / f"{name}-seed{seed}",
         )
         for seed in range(seeds)

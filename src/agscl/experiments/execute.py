@@ -59,8 +59,9 @@ def execute(
     is asked whether to store one and raise `Interrupted`.
     """
     run.claim(config.as_dict())
+    _set_arithmetic(config.training.precision)
     environment = _recorded_environment(run, threads)
-    sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    sequence = load_tasks(config)
     state = run.load() or {"method": None, "finished": {}, "seconds": {}}
     for number, reason in run.checkpoints.damaged.items():
         note(f"Checkpoint {number} is damaged ({reason}); going back to the one before it.")
@@ -85,6 +86,17 @@ def execute(
     return result
 
 
+def load_tasks(config: RunConfig) -> TaskSequence:
+    """The task sequence of a run."""
+    sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    return tuple(task.with_validation(config.hold_out, config.seed) for task in sequence)
+
+
+def _set_arithmetic(precision: str) -> None:
+    """Let a GPU multiply float32 numbers as TF32, or forbid it."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
+
+
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
     """The part of a result that is the same, bit for bit, however often the run was interrupted."""
     return {key: value for key, value in result.items() if key not in ("environment", "seconds")}
@@ -92,7 +104,8 @@ def comparable(result: dict[str, Any]) -> dict[str, Any]:
 
 def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Trainer:
     """A new trainer of what is called `name`, on a new model."""
-    model, method = build(config, name, sequence[0].train_x[:2])
+    first = sequence[0]
+    model, method = build(config, name, first.inputs(first.train_x[:2]))
     kind = Joint if name == "joint" else Trainer
     return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
 
@@ -120,7 +133,7 @@ def build(
 def memory_after(preset: str, name: str) -> dict[str, int]:
     """What a method holds after all tasks of a preset, each learned for one epoch."""
     config = configure(preset, method=name, epochs=1)
-    sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    sequence = load_tasks(config)
     trainer = make_trainer(config, name, sequence)
     while trainer.advance():
         pass
@@ -183,6 +196,7 @@ def _outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> d
     compared = accuracies if name == REFERENCE else reference and reference["accuracies"]
     return {
         "accuracies": accuracies,
+        "valid_accuracies": trainer.valid_accuracies,
         "average_accuracy": metrics.average_accuracy(accuracies),
         "plasticity": metrics.plasticity(accuracies, compared) if compared else None,
         "stability": metrics.stability(accuracies),
@@ -199,7 +213,9 @@ def _outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> d
 def _store_certificate(trainer: Trainer, run: Run, learned: int) -> None:
     made = trainer.method.certificate()
     if made.probe is None:
-        batch = Probe.draw([PROBED, *trainer.tasks[0].train_x.shape[1:]], seed=0).to(trainer.device)
+        first = trainer.tasks[0]
+        shape = first.inputs(first.train_x[:1]).shape[1:]
+        batch = Probe.draw([PROBED, *shape], seed=0).to(trainer.device)
         made = replace(made, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
     with run.writing():
         path = _certificate_path(run, learned)

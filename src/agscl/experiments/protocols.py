@@ -23,30 +23,35 @@ class Joint(Trainer):
     tasks takes about n times the steps of the first.
     """
 
+    capturable = False  # how many examples each head gets differs from step to step
+
     @cached_property
     def _pool(self) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs and labels of all tasks so far, and the place of the task that each example is from."""
-        tasks = [task.to(self.device) for task in self.tasks[: self.task_index + 1]]
+        tasks = [self.task_at(place) for place in range(self.task_index + 1)]
         of = torch.cat([torch.full_like(task.train_y, place) for place, task in enumerate(tasks)])
-        return torch.cat([task.train_x for task in tasks]), torch.cat([task.train_y for task in tasks]), of
+        inputs = [task.inputs(task.train_x) for task in tasks]
+        return torch.cat(inputs), torch.cat([task.train_y for task in tasks]), of
 
     @property
     def examples(self) -> int:
         return sum(len(task.train_y) for task in self.tasks[: self.task_index + 1])
 
-    def _loss(self, rows: Tensor) -> Tensor:
+    def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
         x, y, of = (part[rows] for part in self._pool)
-        features = self.model.trunk(x).flatten(1)
+        with self._computing():
+            features = self.model.trunk(x).flatten(1).float()
         total = torch.zeros((), device=self.device)
         for place, task in enumerate(self.tasks[: self.task_index + 1]):
             mine = of == place
             total = total + F.cross_entropy(self.model.heads[task.name](features[mine]), y[mine], reduction="sum")
         return total / len(rows)
 
-    def _validation_loss(self) -> float:
-        tasks = [task.to(self.device) for task in self.tasks[: self.task_index + 1]]
+    def _validation_loss(self) -> Tensor:
+        tasks = [self.task_at(place) for place in range(self.task_index + 1)]
         sizes = [0 if task.valid_y is None else len(task.valid_y) for task in tasks]
-        return sum(size * self._loss_on_valid(task) for size, task in zip(sizes, tasks, strict=True)) / sum(sizes)
+        losses = torch.stack([self._loss_on_valid(task) for task in tasks])
+        return (losses * torch.tensor(sizes, device=self.device)).sum() / sum(sizes)
 
     def _end_task(self) -> None:
         super()._end_task()

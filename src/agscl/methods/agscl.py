@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,8 @@ class AGSCL(NodeMethod):
 
     Config = AGSCLConfig
     config: AGSCLConfig
+    paper: ClassVar[Mapping[str, Any]] = {"zero_init": "while_free", "importance_mode": "train"}
+    """Settings that give the form behind the paper's table: `AGSCL(model, mu=…, lam=…, **AGSCL.paper)`."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.omega = torch.empty(0)  # Ω (groups,)
@@ -155,7 +157,7 @@ class AGSCL(NodeMethod):
         self._epoch_steps = 0
         self._captured = False
         self._proximal_steps = 0
-        self._reach: float | Tensor = 0.0  # Σα over the task's proximal steps
+        self._reach = torch.zeros((), dtype=torch.float64, device=self.omega.device)  # Σα over its proximal steps
 
     def _set_masks(self) -> None:
         """Per node layer: the first task of each row, and of what each column reads. Source > row: the weight is 0."""
@@ -257,7 +259,7 @@ class AGSCL(NodeMethod):
             return
         self._proximal_steps += 1
         alpha = self._alpha()
-        self._reach = self._reach + ((alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share)
+        self._reach += (alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share
         if len(self._free) and self.config.mu:
             thresholds = self._per_group(alpha, self._free) * self._sizes * (self.config.mu * share)
             self._free.put(shrink(self._free.take(), thresholds, self._free.members))
@@ -412,6 +414,7 @@ class AGSCL(NodeMethod):
             return super().memory()
         tensors = [self.omega, self.first, *self.anchors, *self._start]
         return {
+            **super().memory(),
             "importances": self.omega.numel(),
             "anchors": sum(part.numel() for part in self.anchors),
             "masks": self.first.numel(),
@@ -532,7 +535,8 @@ class AGSCL(NodeMethod):
             self._begin()
             if "counts" in state:  # else it was saved before the task's first step
                 self._since, self._pending, self._epoch_steps, self._proximal_steps = state["counts"]
-                self._reach, self._norms = state["reach"], list(state["norms"])
+                self._reach.fill_(state["reach"])
+                self._norms = list(state["norms"])
                 self._before = [part.to(device, copy=True) for part in state["before"]]
 
     def close(self) -> None:

@@ -129,6 +129,8 @@ class Method:
     """
 
     Config: ClassVar[type[Any]] = NoSettings
+    same_every_epoch: ClassVar[bool] = True
+    """Whether `end_epoch` does the same work each time, so that a CUDA graph may hold it."""
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
         known = [field.name for field in fields(self.Config)]
@@ -146,6 +148,7 @@ class Method:
         self._requires: list[tuple[nn.Parameter, bool]] = []
         self._rates: dict[int, list[float | Tensor]] = {}  # per optimizer, the rate of each group at its last step
         self._steps = 0  # optimizer steps in this task
+        self.version = 0  # counts up when what a step does has changed, so that a captured one is out of date
         self._warned: set[str] = set()
         self._head_digests: dict[str, str] = {}
         self._epochs: int | None = None
@@ -294,8 +297,11 @@ class Method:
     # What it reports ------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """What the method holds between tasks: floats by purpose, and `bytes` in all."""
-        return {"importances": 0, "anchors": 0, "masks": 0, "bytes": 0}
+        """What the method holds between tasks: numbers by purpose, and `bytes` in all.
+
+        Every method reports these purposes, and its own where it has more.
+        """
+        return {"importances": 0, "anchors": 0, "masks": 0, "embeddings": 0, "bytes": 0}
 
     def statistics(self) -> dict[str, Any]:
         """Figures on the last task."""

@@ -84,8 +84,8 @@ class HAT(NodeMethod):
         self.used = torch.empty(0)  # (groups,) the largest mask of all learned tasks
         self.embedding: nn.Parameter | None = None  # of the task under way
         self._moments: list[Tensor] = []  # of the embedding: first and second
-        self._moves = 0  # steps of the embedding in this task
-        self._position = 0  # steps in this epoch
+        self._moves: int | Tensor = 0  # steps of the embedding in this task; on a GPU counted there
+        self._position: int | Tensor = 0  # steps in this epoch, likewise
         self._gradient: Tensor | None = None
         self._factors: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, 1 − min(…), its value at the last step
         self._kept: list[KeptStatistics] = []
@@ -107,12 +107,13 @@ class HAT(NodeMethod):
         return _gates(self.config.s_max, embedding.detach())
 
     @property
-    def s(self) -> float:
+    def s(self) -> float | Tensor:
         """s at this point of the epoch."""
         if self._steps_per_epoch is None:
             return 1.0
         low, high, last = 1 / self.config.s_max, self.config.s_max, self._steps_per_epoch - 1
-        return low + (high - low) * (self._position % self._steps_per_epoch / last if last else 1.0)
+        place = self._position.double() if isinstance(self._position, Tensor) else self._position
+        return low + (high - low) * (place % self._steps_per_epoch / last if last else 1.0)
 
     def penalty(self) -> Tensor:
         """c · Σ m(1 − m_prev) / Σ (1 − m_prev) at s_max."""
@@ -209,7 +210,7 @@ class HAT(NodeMethod):
         if dist.is_available() and dist.is_initialized():  # all ranks begin alike
             dist.broadcast(values, 0)
         self._take_embedding(values)
-        self._moves = self._position = 0
+        self._count_from(0, 0)
         self._protect()
         free = self.used < 0.5
         full = [name for name, layer in self.graph.layers.items() if not bool(free[layer.groups.to(free.device)].any())]
@@ -219,6 +220,12 @@ class HAT(NodeMethod):
                 f"Earlier tasks use every node in {', '.join(full)}: what this one can learn there is limited. Use a "
                 f"larger c (it is {self.config.c:g}) or wider layers.",
             )
+
+    def _count_from(self, moves: int, position: int) -> None:
+        """A captured step counts on the device."""
+        place = self.used.device
+        counts = (moves, position) if place.type == "cpu" else torch.tensor([moves, position], device=place).unbind()
+        self._moves, self._position = counts
 
     def _take_embedding(self, values: Tensor) -> None:
         """Let the optimizer look after the gradient of a new embedding."""
@@ -298,7 +305,7 @@ class HAT(NodeMethod):
             for now, then in zip((e, first, second), (before, *old), strict=True):
                 now.copy_(torch.where(skipped.reshape(()) > 0, then, now))
 
-    def penalty_gradient(self, s: float, embedding: Tensor) -> Tensor:
+    def penalty_gradient(self, s: float | Tensor, embedding: Tensor) -> Tensor:
         """The gradient, by the embedding, of c · Σ m(1 − m_prev) / Σ (1 − m_prev) with m = σ(s·e)."""
         free, m = 1 - self.used, torch.sigmoid(s * embedding)
         return self.config.c * s * free * m * (1 - m) / free.sum().clamp(min=1e-12)
@@ -310,8 +317,8 @@ class HAT(NodeMethod):
 
     def _end_epoch(self) -> None:
         if self._steps_per_epoch is None:
-            self._steps_per_epoch = self._position or None
-        self._position = 0
+            self._steps_per_epoch = int(self._position) or None
+        self._position *= 0
 
     # A task ends -----------------------------------------------------------------------------------------------------
 
@@ -424,7 +431,7 @@ class HAT(NodeMethod):
             state |= {
                 "embedding": self.embedding.detach().clone(),
                 "moments": [moment.clone() for moment in self._moments],
-                "counts": [self._moves, self._position],
+                "counts": [int(self._moves), int(self._position)],
             }
         return state
 
@@ -438,7 +445,7 @@ class HAT(NodeMethod):
         if "embedding" in state:  # into the optimizer at once: its own state may be loaded next
             self._take_embedding(state["embedding"])
             self._moments = [moment.to(device, copy=True) for moment in state["moments"]]
-            self._moves, self._position = state["counts"]
+            self._count_from(*state["counts"])
         self._state = state if state["built"] else None
         if self._graph is not None and self._state is not None:
             self._take_up(state)
@@ -459,7 +466,7 @@ class HAT(NodeMethod):
             self._protect()
 
 
-def _gates(s: float, embedding: Tensor) -> Tensor:
+def _gates(s: float | Tensor, embedding: Tensor) -> Tensor:
     """σ(s·e), exactly 0 where it is next to 0; the gradient is that of σ(s·e) everywhere."""
     gates = torch.sigmoid(s * embedding)
     small = gates.detach()

@@ -53,6 +53,7 @@ class PackNet(StillMethod):
 
     Config = PackNetConfig
     config: PackNetConfig
+    same_every_epoch = False  # at one of them it prunes
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.owner: dict[str, Tensor] = {}  # per packed weight, uint8 of its shape: FREE, or the task's number + 1
@@ -151,6 +152,7 @@ class PackNet(StillMethod):
             weight.masked_fill_(owner == FREE, 0.0)
         self._pruned = self._steps
         self._fix()
+        self.version += 1
 
     @torch.no_grad()
     def _end(self, batches: Iterable[Any], forward: Forward) -> None:

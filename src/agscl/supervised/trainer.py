@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from agscl.heads import MultiHead
 from agscl.methods.base import Method
+from agscl.supervised.captured import Captured
 from agscl.tasks import Task, TaskSequence
 
 Event = dict[str, Any]
@@ -43,10 +46,20 @@ class TrainingConfig:
     """The optimizer's weight decay."""
     patience: int | None = 5
     """Epochs without a better validation loss before the rate drops; none keeps the rate constant."""
+    drop_at: int | None = None
+    """After how many epochs the rate drops whatever the loss, once; the optimizer's state is kept."""
     factor: float = 3.0
-    """What the rate is divided by when it drops; the optimizer's state is cleared then."""
+    """What the rate is divided by when it drops; when the loss is the cause, the optimizer's state is cleared too."""
     restore_best: bool = True
     """Whether a task ends with the weights of the epoch with the best validation loss, or with the last ones."""
+    engine: Literal["auto", "plain", "captured"] = "auto"
+    """How steps run: one by one, or captured as CUDA graphs; auto captures on a GPU."""
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    """Arithmetic of the network's forward and backward passes; weights are always kept in float32."""
+    channels_last: bool = False
+    """Whether pictures and convolutions are laid out channels last, which is faster on most machines."""
+    compile: bool = False
+    """Whether the trunk is compiled for training (torch.compile); takes some seconds once."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -56,8 +69,17 @@ class TrainingConfig:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1, or none for a constant rate, not {self.patience}")
+        if self.drop_at is not None and self.drop_at < 1:
+            raise ValueError(f"drop_at is a number of epochs, at least 1, or none, not {self.drop_at}")
         if not self.factor > 1:
             raise ValueError(f"factor must be above 1, not {self.factor}")
+        for name, known in (
+            ("engine", ("auto", "plain", "captured")),
+            ("precision", ("float32", "tf32", "bf16")),
+            ("optimizer", ("adam", "adamw", "sgd")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
 
     @property
     def validates(self) -> bool:
@@ -67,10 +89,13 @@ class TrainingConfig:
 class Trainer:
     """Trains `model` with `method` on one task after the other.
 
-    `advance()` does one unit of work: the start of a task, one optimizer step, the end of an epoch, or the end of a
-    task. Between any two units `state_dict()` holds all that is needed to continue with the same bits on a CPU.
-    Torch's global generator is seeded at the start of each task, from the seed and the task's place.
+    `advance()` does one unit of work: the start of a task, one optimizer step (with captured steps: a whole epoch), the
+    end of an epoch, or the end of a task. Between any two units `state_dict()` holds all that is needed to continue
+    with the same bits on a CPU. Torch's global generator is seeded at the start of each task, from the seed and the
+    task's place.
     """
+
+    capturable = True  # whether `_loss` can be part of a CUDA graph
 
     def __init__(
         self,
@@ -95,11 +120,22 @@ class Trainer:
         self.seed = seed
         self.emit = emit
         self.device = next(model.parameters()).device if device is None else torch.device(device)
+        if config.engine == "captured" and not self.capturable:
+            raise ValueError(f"{type(self).__name__} cannot be captured as CUDA graphs: use engine='plain'")
+        automatic = config.engine == "auto" and self.device.type == "cuda" and self.capturable
+        self.captures = config.engine == "captured" or automatic
+        self._captured: Captured | None = None  # of the task under way
+        self._compiled: Callable[..., Any] | None = None
+        if config.compile:
+            model.trunk.compile(dynamic=False)
+            self._compiled, model.trunk._compiled_call_impl = model.trunk._compiled_call_impl, None
+        self._moved: dict[int, Task] = {}
 
         self.task_index = 0
         self.epoch = 0
         self.step = 0
         self.accuracies: list[list[float]] = []
+        self.valid_accuracies: list[list[float]] = []
         self.losses: list[list[float]] = []
         self.statistics: list[dict[str, Any]] = []
         self._optimizer: torch.optim.Optimizer | None = None  # between tasks there is none
@@ -118,10 +154,16 @@ class Trainer:
         within = self.epoch + (self.step / self.steps_per_epoch if self._optimizer else 0)
         return (self.task_index + within / self.config.epochs) / len(self.tasks)
 
-    @cached_property
+    @property
     def task(self) -> Task:
         """The task under way, on the model's device."""
-        return self.tasks[self.task_index].to(self.device)
+        return self.task_at(self.task_index)
+
+    def task_at(self, place: int) -> Task:
+        """A task on the model's device, where it stays: bytes take little room."""
+        if place not in self._moved:
+            self._moved[place] = self.tasks[place].to(self.device)
+        return self._moved[place]
 
     @property
     def examples(self) -> int:
@@ -140,6 +182,9 @@ class Trainer:
             self._begin_task()
         elif self.epoch == self.config.epochs:
             self._end_task()
+        elif self.captures:
+            self._captured = self._captured or Captured(self, self._optimizer)
+            self._captured.run_epoch()
         elif self.step == self.steps_per_epoch:
             self._end_epoch(self._optimizer)
         else:
@@ -151,16 +196,19 @@ class Trainer:
         # The loss is taken before the step, so a weight can be broken while every loss so far was finite.
         norms = torch._foreach_norm([p for p in self.model.parameters() if p.is_floating_point()])
         if not torch.isfinite(torch.stack([self._loss_sum, *norms])).all():
-            raise TrainingFailed(
-                f"the loss or a weight became infinite or NaN in task {self.task_index + 1} ({self.task.name}), "
-                f"epoch {self.epoch + 1}; a lower learning rate than {self.config.lr:g} may help"
-            )
+            raise self._failure(self.epoch)
+
+    def _failure(self, epoch: int) -> TrainingFailed:
+        return TrainingFailed(
+            f"the loss or a weight became infinite or NaN in task {self.task_index + 1} ({self.task.name}), "
+            f"epoch {epoch + 1}; a lower learning rate than {self.config.lr:g} may help"
+        )
 
     def _begin_task(self) -> None:
         task = self.task
         torch.manual_seed(mixed_seed(self.seed, self.task_index))
         self.model.add_head(task.name, task.classes)
-        self.model.to(self.device)
+        self._place_model()
         self._optimizer = self._new_optimizer()
         self.method.begin_task(
             task.name, self._optimizer, epochs=self.config.epochs, steps_per_epoch=self.steps_per_epoch
@@ -170,54 +218,97 @@ class Trainer:
         self.losses.append([])
         self.emit({"event": "task started", "task": self.task_index, "name": task.name})
 
+    def _place_model(self) -> None:
+        self.model.to(self.device)
+        if self.config.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
     def _new_optimizer(self) -> torch.optim.Optimizer:
         parameters, config = self.model.parameters(), self.config
+        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if self.captures:  # the rate changes on the device, and one kernel does all
+            options |= {"lr": torch.tensor(config.lr, device=self.device), "fused": self.device.type == "cuda"}
         if config.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+            return torch.optim.SGD(parameters, momentum=config.momentum, **options)
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-        return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
+        return kind(parameters, capturable=options.get("fused", False), **options)
+
+    def _order(self, pin_memory: bool = False) -> Tensor:
+        """The rows of this epoch in their order; drawn from the position alone, so there is no state to keep."""
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.task_index, self.epoch))
+        return torch.randperm(self.examples, generator=generator, pin_memory=pin_memory)
 
     @cached_property
     def _batches(self) -> tuple[Tensor, ...]:
-        """The rows of each batch of this epoch; drawn from the position alone, so there is no state to keep."""
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.task_index, self.epoch))
-        order = torch.randperm(self.examples, generator=generator).to(self.device)
-        return torch.split(order, self.config.batch_size)
+        """The rows of each batch of this epoch."""
+        return torch.split(self._order().to(self.device), self.config.batch_size)
 
     def _train_step(self, optimizer: torch.optim.Optimizer) -> None:
         rows = self._batches[self.step]
-        loss = self._loss(rows)
+        first = self.step + self.epoch == 0  # a method may look the network over then
+        loss = self._loss(rows, compiled=not first and len(rows) == self.config.batch_size)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         self._loss_sum += loss.detach() * len(rows)
         self.step += 1
 
-    def _loss(self, rows: Tensor) -> Tensor:
+    def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
         """The mean loss of these rows of the training data."""
-        x, y = self.task.train_x[rows], self.task.train_y[rows]
-        output = self.model(x, self.task.name)
-        return F.cross_entropy(output, y) + self.method.loss(x, output)
+        x, y = self.task.batch(rows)
+        with self._compiled_trunk() if compiled else nullcontext():
+            return self._loss_of(x, y, self.task.name)
+
+    def _loss_of(self, x: Tensor, y: Tensor, task: str) -> Tensor:
+        with self._computing():
+            output = self.model(self._laid_out(x), task)
+            return F.cross_entropy(output.float(), y) + self.method.loss(x, output)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        pictures = self.config.channels_last and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if pictures else x
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """The arithmetic of forward passes."""
+        if self.config.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return nullcontext()
+
+    @contextmanager
+    def _compiled_trunk(self) -> Iterator[None]:
+        """Let the trunk run as compiled, unless a method has hooks on its layers."""
+        trunk = self.model.trunk
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in trunk.modules())
+        trunk._compiled_call_impl = None if hooked else self._compiled
+        try:
+            yield
+        finally:
+            trunk._compiled_call_impl = None
 
     def _end_epoch(self, optimizer: torch.optim.Optimizer) -> None:
         self.method.end_epoch()
         self.check()
-        event: Event = {
-            "event": "epoch",
-            "task": self.task_index,
-            "epoch": self.epoch,
-            "lr": optimizer.param_groups[0]["lr"],
-            "loss": self._loss_sum.item() / self.examples,
-        }
+        loss, rate, valid_loss = self._loss_sum.item() / self.examples, optimizer.param_groups[0]["lr"], None
         if self.config.validates:
-            event["valid_loss"] = self._validation_loss()
-            self._select(event["valid_loss"], optimizer)
-        self.losses[-1].append(event["loss"])
-        self.emit(event)
+            valid_loss = self._validation_loss().item()
+            self._select(valid_loss, optimizer)
+        self._tell_epoch(self.epoch, loss, valid_loss, rate)
         self.epoch += 1
+        if self.epoch == self.config.drop_at:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / self.config.factor
         self.step = 0
         self._loss_sum.zero_()
         self.__dict__.pop("_batches", None)
+
+    def _tell_epoch(self, epoch: int, loss: float, valid_loss: float | None, rate: float) -> None:
+        if not math.isfinite(loss):
+            raise self._failure(epoch)
+        event: Event = {"event": "epoch", "task": self.task_index, "epoch": epoch, "lr": rate, "loss": loss}
+        if valid_loss is not None:
+            event["valid_loss"] = valid_loss
+        self.losses[-1].append(loss)
+        self.emit(event)
 
     def _select(self, valid_loss: float, optimizer: torch.optim.Optimizer) -> None:
         """Remember the best epoch; drop the rate after `patience` epochs without a better one."""
@@ -240,6 +331,9 @@ class Trainer:
         return self.model.state_dict() | {f"method/{place}": p.detach() for place, p in enumerate(parameters)}
 
     def _end_task(self) -> None:
+        if self._captured is not None:
+            self._captured.settle()
+            self._captured = None
         if self._best_weights is not None and self._optimizer is not None:
             for name, value in self._trained(self._optimizer).items():
                 value.copy_(self._best_weights[name])
@@ -247,8 +341,9 @@ class Trainer:
         self.check()
         self._optimizer, self._best_weights = None, None
 
-        learned = [task.to(self.device) for task in self.tasks[: self.task_index + 1]]
-        self.accuracies.append([self._accuracy(task) for task in learned])
+        self.accuracies.append(self._accuracies(valid=False))
+        if self.task.valid_x is not None:
+            self.valid_accuracies.append(self._accuracies(valid=True))
         self.statistics.append(self.method.statistics())
         self.emit(
             {
@@ -261,47 +356,62 @@ class Trainer:
         )
         self.task_index += 1
         self.epoch = 0
-        self.__dict__.pop("task", None)
 
     def _training_data(self) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.config.batch_size
-        return zip(self.task.train_x.split(size), self.task.train_y.split(size), strict=True)
+        size, task = self.config.batch_size, self.task
+        for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
+            yield self._laid_out(task.inputs(x)), y
 
-    def _outputs(self, x: Tensor, task: str) -> Tensor:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self.model.eval()
-        with torch.no_grad():
-            outputs = torch.cat([self.model(part, task) for part in x.split(EVALUATION_BATCH)])
-        self.model.train()
-        return outputs
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
 
-    def _validation_loss(self) -> float:
+    def _validation_loss(self) -> Tensor:
         """The loss that training lowers, penalties included, on the validation split of the task under way."""
-        return self._loss_on_valid(self.task) + self.method.penalty().item()
+        return self._loss_on_valid(self.task) + self.method.penalty()
 
-    def _loss_on_valid(self, task: Task) -> float:
+    def _loss_on_valid(self, task: Task) -> Tensor:
         assert task.valid_x is not None
         assert task.valid_y is not None
-        total = torch.zeros((), device=self.device)
-        self.model.eval()
-        with torch.no_grad():
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        with self._evaluating():
             for x, y in zip(task.valid_x.split(EVALUATION_BATCH), task.valid_y.split(EVALUATION_BATCH), strict=True):
-                output = self.model(x, task.name)
-                total += len(y) * (F.cross_entropy(output, y) + self.method.loss(x, output))
-        self.model.train()
-        return total.item() / len(task.valid_y)
+                total += len(y) * self._loss_of(task.inputs(x), y, task.name)
+        return total / len(task.valid_y)
 
-    def _accuracy(self, task: Task) -> float:
-        hits = self._outputs(task.test_x, task.name).argmax(1) == task.test_y
-        return int(hits.sum()) / len(hits)
+    def _accuracies(self, valid: bool) -> list[float]:
+        """On every task learned so far, on its test examples or those for validation."""
+        learned = [self.task_at(place) for place in range(self.task_index + 1)]
+        hits = torch.stack([self._hit_rate(task, valid) for task in learned])
+        return hits.tolist()
+
+    def _hit_rate(self, task: Task, valid: bool) -> Tensor:
+        inputs, labels = (task.valid_x, task.valid_y) if valid else (task.test_x, task.test_y)
+        assert inputs is not None
+        assert labels is not None
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        with self._evaluating(), self._computing():
+            for x, y in zip(inputs.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
+                output = self.model(self._laid_out(task.inputs(x)), task.name)
+                total += (output.argmax(1) == y).sum()
+        return total / len(labels)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as nested dicts of tensors and plain values."""
+        if self._captured is not None:
+            self._captured.settle()
         self.check()
         state = {
             "task": self.task_index,
             "epoch": self.epoch,
             "step": self.step,
             "accuracies": self.accuracies,
+            "valid_accuracies": self.valid_accuracies,
             "losses": self.losses,
             "statistics": self.statistics,
             "loss_sum": self._loss_sum,
@@ -322,12 +432,13 @@ class Trainer:
         begun = state["task"] + (state["optimizer"] is not None)
         for task in self.tasks[:begun]:
             self.model.add_head(task.name, task.classes)
-        self.model.to(self.device)
+        self._place_model()
         self.model.load_state_dict(state["model"])
         self.model.train()
 
         self.task_index, self.epoch, self.step = state["task"], state["epoch"], state["step"]
         self.accuracies, self.losses, self.statistics = state["accuracies"], state["losses"], state["statistics"]
+        self.valid_accuracies = state["valid_accuracies"]
         self._loss_sum = state["loss_sum"].to(self.device)
         self._best_loss, self._stalled = state["best_loss"], state["stalled"]
         self._best_weights = state["best_weights"]
@@ -337,6 +448,8 @@ class Trainer:
             self._optimizer = self._new_optimizer()
             self.method.load_state_dict(state["method"], self._optimizer)
             load_optimizer_state(self._optimizer, self.model, state["optimizer"])
+        if self._best_weights is not None:
+            self._best_weights = {name: value.to(self.device) for name, value in self._best_weights.items()}
         torch.set_rng_state(state["random"])
         if "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
@@ -345,7 +458,7 @@ class Trainer:
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """The optimizer's rates and moments by parameter name, every tensor in its own dtype and shape."""
     return {
-        "lr": [group["lr"] for group in optimizer.param_groups],
+        "lr": [float(group["lr"]) for group in optimizer.param_groups],
         "moments": {
             name: dict(optimizer.state[parameter])
             for name, parameter in model.named_parameters()
@@ -357,13 +470,18 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
     # Not optimizer.load_state_dict: it casts the moments to the parameter's dtype and goes by position, not by name.
     for group, lr in zip(optimizer.param_groups, state["lr"], strict=True):
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
     parameters = dict(model.named_parameters())
     for name, moments in state["moments"].items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            # Adam's step counter stays on the host, as Adam itself keeps it.
-            key: value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
+            # Adam keeps its step counter on the host, unless its steps are captured.
+            key: value.to(parameter.device)
+            if isinstance(value, Tensor) and (key != "step" or optimizer.defaults.get("capturable"))
+            else value
             for key, value in moments.items()
         }
 

@@ -1,0 +1,115 @@
+"""How fast the paper's loop runs on tinyimagenet32 with AGS-CL, way by way: steps one by one, captured, and so on.
+
+python benchmarks/fast.py [--device cuda] [--whole]     # writes results/benchmarks/fast_<device>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from measured import record
+
+from agscl import tasks
+from agscl.experiments.execute import _set_arithmetic, execute, make_trainer
+from agscl.experiments.presets import configure
+from agscl.runs import Run
+
+PRESET = "tinyimagenet32"
+SETTINGS = {"lam": 10_000.0}
+FAST = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {
+        "plain": {"engine": "plain"},
+        "captured": {"engine": "captured"},
+        "captured, TF32": {"engine": "captured", "precision": "tf32"},
+        "captured, TF32, channels last": {"engine": "captured", "precision": "tf32", "channels_last": True},
+        "captured, bf16, channels last": {"engine": "captured", "precision": "bf16", "channels_last": True},
+        "captured, TF32, channels last, compiled": {**FAST, "precision": "tf32"},
+        "captured, bf16, channels last, compiled": FAST,
+    },
+    "cpu": {
+        "plain": {"engine": "plain"},
+        "channels last": {"engine": "plain", "channels_last": True},
+        "compiled": {"engine": "plain", "compile": True},
+        "channels last, compiled": {"engine": "plain", "channels_last": True, "compile": True},
+    },
+}
+
+
+def finish(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, epochs: int) -> dict[str, Any]:
+    """Milliseconds per step within the second task, ends of epochs included, after two epochs to warm up."""
+    config = configure(PRESET, method="agscl", device=device, epochs=epochs, **SETTINGS, **way)
+    _set_arithmetic(config.training.precision)
+    trainer = make_trainer(config, "agscl", sequence[:2])
+    start = finish(device)
+    while trainer.task_index < 1 or trainer.epoch < 2:
+        trainer.advance()
+    warm = finish(device)
+    while trainer.epoch < epochs:
+        trainer.advance()
+    end = finish(device)
+    steps = (epochs - 2) * trainer.steps_per_epoch
+    return {"way": way, "ms_per_step": 1000 * (end - warm) / steps, "seconds_before": warm - start}
+
+
+def whole_run(seed: int, device: str, way: dict[str, Any]) -> dict[str, Any]:
+    """All ten tasks of a hundred epochs as a run on disk, certificates and checkpoints included."""
+    start = time.perf_counter()
+    config = configure(PRESET, method="agscl", seed=seed, device=device, reference=False, **SETTINGS, **way)
+    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
+        result = execute(config, run, checkpoint_every=60.0)
+    outcome = result["methods"]["agscl"]
+    return {
+        "seed": seed,
+        "seconds": time.perf_counter() - start,
+        "training_seconds": result["seconds"]["agscl"],
+        "average_accuracy": outcome["average_accuracy"],
+        "forgetting": outcome["forgetting"],
+        "training": asdict(config.training),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--whole", action="store_true", help="also one whole run, the fastest way")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    device = arguments.device
+    if device == "cpu":
+        torch.set_num_threads(1)
+    start = time.perf_counter()
+    sequence = tasks.load(PRESET, seed=0)
+    print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
+    rows = {}
+    for name, way in WAYS[device].items():
+        try:
+            rows[name] = step_time(way, device, sequence, arguments.epochs)
+            print(f"{name:42} {rows[name]['ms_per_step']:8.3f} ms, {rows[name]['seconds_before']:6.1f} s", flush=True)
+        except Exception as error:
+            rows[name] = {"way": way, "failed": f"{type(error).__name__}: {error}"}
+            print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
+    found: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "ways": rows}
+    if arguments.whole:
+        found["whole"] = whole_run(0, device, FAST if device == "cuda" else {})
+        print(found["whole"], flush=True)
+    record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
+
+
+if __name__ == "__main__":
+    main()

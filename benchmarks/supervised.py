@@ -1,0 +1,140 @@
+"""The paper's supervised experiments on data at hand: settings searched for every method alike, then several seeds.
+
+AGSCL_DATA=FOLDER python benchmarks/supervised.py tinyimagenet32 --search --device cuda --fast     # results/search/…
+AGSCL_DATA=FOLDER python benchmarks/supervised.py tinyimagenet32 --seeds 5 --device cuda --fast    # results/…
+
+Both go on where they stopped (finished runs in --runs are not repeated). On one GPU several processes share it best
+under NVIDIA's MPS (`nvidia-cuda-mps-control -d`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from measured import record
+
+from agscl.experiments import compare, search
+from agscl.experiments.execute import Interrupted
+from agscl.experiments.presets import fastest
+
+SIX = ("agscl", "ewc", "si", "rwalk", "mas", "hat")
+
+
+def run(arguments: argparse.Namespace, jobs: Sequence[compare.Job], processes: int) -> None:
+    def ended(job: compare.Job, how: compare.Ended) -> None:
+        print(f"{time.perf_counter() - START:6.0f} s  {job.folder.name:40} {job} {how.failed or 'done'}", flush=True)
+
+    compare.run_all(
+        jobs,
+        processes=processes,
+        checkpoint_every=1e9,
+        stop=lambda: time.perf_counter() - START > arguments.deadline,
+        ended=ended,
+    )
+
+
+def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: dict[str, Any]) -> None:
+    """Every method at the same time, so that the device is never idle."""
+
+    def one(method: str) -> list[search.Tried]:
+        return search.search(
+            arguments.preset,
+            method,
+            arguments.runs / f"search-{arguments.preset}-{method}",
+            lambda jobs: run(arguments, jobs, max(1, arguments.jobs // len(methods))),
+            device=arguments.device,
+            **changes,
+        )
+
+    with ThreadPoolExecutor(len(methods)) as pool:
+        found = dict(zip(methods, pool.map(one, methods), strict=True))
+    for method, tried in found.items():
+        for each in tried:
+            print(f"{method:8} {each.settings} {each.valid_accuracy}")
+    record(
+        arguments.out or Path(f"results/search/{arguments.preset}.json"),
+        {
+            "preset": arguments.preset,
+            "seed": search.SEED,
+            "changes": changes,
+            "methods": {method: [vars(each) for each in tried] for method, tried in found.items()},
+        },
+    )
+
+
+def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {}
+    if arguments.settings is not None:
+        tried = json.loads(arguments.settings.read_text())["methods"]
+        settings = {method: tried[method][0]["settings"] for method in methods if method in tried}
+    settings = {**settings, **json.loads(arguments.set)}
+    plan = compare.plan(
+        arguments.preset,
+        methods,
+        arguments.seeds,
+        arguments.runs / f"compare-{arguments.preset}",
+        settings=settings,
+        device=arguments.device,
+        **changes,
+    )
+    start = time.perf_counter()
+    try:
+        run(arguments, plan, arguments.jobs)
+    except Interrupted:
+        print("stopped at the deadline; the same command continues", flush=True)
+    compared = compare.collect(plan)
+    for method, row in compared.items():
+        print(f"{method:9} {row['average_accuracy']} forgetting {row['forgetting']['mean']}", flush=True)
+    record(
+        arguments.out or Path(f"results/{arguments.preset}.json"),
+        {
+            "preset": arguments.preset,
+            "changes": changes,
+            "jobs": arguments.jobs,
+            "seconds": time.perf_counter() - start,
+            "methods": compared,
+            "complete": all(job.finished for job in plan),
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--methods", default=",".join(SIX))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--settings", type=Path, default=None, help="a search's result to take settings from")
+    parser.add_argument("--set", default="{}", help='settings of methods as JSON, e.g. \'{"ewc": {"lam": 400}}\'')
+    parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
+    if arguments.epochs is not None:
+        changes["epochs"] = arguments.epochs
+    methods = arguments.methods.split(",")
+    try:
+        (search_all if arguments.search else compare_all)(arguments, methods, changes)
+    except Interrupted:
+        print("stopped at the deadline; the same command continues", flush=True)
+        sys.exit(130)
+
+
+START = time.perf_counter()
+
+if __name__ == "__main__":
+    main()

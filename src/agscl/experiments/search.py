@@ -1,0 +1,131 @@
+"""A small search for a method's settings on a preset, judged on validation data alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agscl.analysis import metrics
+from agscl.experiments.compare import Job
+from agscl.experiments.methods import listed
+from agscl.experiments.presets import configure
+from agscl.runs.files import as_json, write_atomically
+from agscl.runs.folder import read_json
+
+SEED = 1000
+"""A seed that no comparison uses, so that what was chosen on it is then tried on others."""
+HOLD_OUT = 0.1
+"""Share of the training examples that judges, where a sequence has no validation examples of its own."""
+FACTORS = (0.1, 1 / 3, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One setting, and what is tried for it: these values, or the preset's times these factors."""
+
+    setting: str
+    factors: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def tried(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Settings with each value of this one, the base itself among them."""
+        now = base[self.setting]
+        values = [float(f"{factor * now:.3g}") for factor in self.factors] + list(self.values)
+        return [{**base, self.setting: value} for value in sorted({now, *values})]
+
+
+AXES: dict[str, tuple[Axis, ...]] = {
+    "agscl": (
+        Axis("lam", FACTORS),
+        Axis("mu", (0.5, 0.75, 1.5, 2.0)),
+        Axis("rho", values=(0.1, 0.2, 0.3, 0.4, 0.5)),
+    ),
+    "ewc": (Axis("lam", FACTORS),),
+    "si": (Axis("c", FACTORS),),
+    "rwalk": (Axis("lam", FACTORS),),
+    "mas": (Axis("lam", FACTORS),),
+    "hat": (Axis("c", FACTORS),),
+    "packnet": (Axis("share", values=(0.5, 0.6, 0.7, 0.8, 0.9)),),
+    "lwf": (Axis("weight", FACTORS),),
+    "l2": (Axis("lam", FACTORS),),
+    "gpm": (Axis("threshold", values=(0.9, 0.95, 0.97, 0.99)),),
+}
+"""One setting after the other: the next starts from the best so far."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One choice of settings and how it did."""
+
+    settings: dict[str, Any]
+    valid_accuracy: float | None
+    """Average validation accuracy after the last task; none if it failed."""
+
+
+def search(
+    preset: str,
+    method: str,
+    folder: Path,
+    run: Callable[[Sequence[Job]], None],
+    *,
+    seed: int = SEED,
+    **changes: Any,
+) -> list[Tried]:
+    """Try the axes of a method one after the other; the best comes first. `run` runs jobs that are not finished yet.
+
+    All that was tried is stored as search.json; what ran before is not run again.
+    """
+    if method not in AXES:
+        raise ValueError(f"{method} has nothing to search. These have: {', '.join(AXES)}")
+    start = configure(preset, method=method, seed=seed, **changes).settings
+    base = {**vars(listed(method).load().Config(**start)), **start}
+    best = {axis.setting: base[axis.setting] for axis in AXES[method]}
+    tried: dict[str, Tried] = {}
+    for axis in AXES[method]:
+        jobs = {
+            name_of(settings): _job(preset, method, seed, folder, settings, changes) for settings in axis.tried(best)
+        }
+        run(list(jobs.values()))
+        for settings in axis.tried(best):
+            tried[name_of(settings)] = Tried(settings, _judge(jobs[name_of(settings)]))
+        order = sorted(tried.values(), key=lambda one: -1.0 if one.valid_accuracy is None else one.valid_accuracy)
+        best = order[-1].settings
+    found = order[::-1]
+    write_atomically(
+        folder / "search.json",
+        as_json(
+            {
+                "preset": preset,
+                "method": method,
+                "seed": seed,
+                "changes": changes,
+                "tried": [vars(one) for one in found],
+            }
+        ),
+    )
+    return found
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    return "-".join(f"{key}={value:g}" for key, value in settings.items())
+
+
+def _job(
+    preset: str, method: str, seed: int, folder: Path, settings: Mapping[str, Any], changes: Mapping[str, Any]
+) -> Job:
+    config = configure(preset, method=method, seed=seed, reference=False, hold_out=HOLD_OUT, **{**changes, **settings})
+    return Job(config, folder / name_of(settings))
+
+
+def _judge(job: Job) -> float | None:
+    if not job.finished:
+        return None
+    outcome = read_json(job.folder / "result.json")["methods"][job.config.method]
+    return metrics.average_accuracy(outcome["valid_accuracies"])
+
+
+def command(preset: str, method: str, best: Mapping[str, Any]) -> str:
+    """How to run a preset with these settings."""
+    return f"agscl run {preset} --method {method} --set " + " ".join(f"{key}={value:g}" for key, value in best.items())

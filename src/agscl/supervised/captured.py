@@ -1,0 +1,198 @@
+"""The fast path on a GPU: a task's training as a few CUDA graphs, launched without waiting for the host.
+
+One graph holds a whole step (gather, forward, backward, penalty, optimizer, masks) for each size of batch; one holds
+the end of an epoch (proximal step, validation, choice of the best weights, learning rate). The first step of each size
+and the first end of an epoch run as they are, the next is captured and from then on replayed: all are steps of the
+training. Counters are tensors on the device. Graphs are captured anew for every task.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from agscl.supervised.trainer import Trainer
+
+AHEAD = 3
+"""Epochs that may be launched before the first of them has ended."""
+
+
+class Captured:
+    """The training of one task, epoch by epoch. Without CUDA the same steps run uncaptured, which tests make use of."""
+
+    def __init__(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        self.trainer, self.optimizer = trainer, optimizer
+        config, device = trainer.config, trainer.device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
+        self.warm: set[int | str] = set()
+        self.met = False  # whether the task's first step is done
+        self.method_version = trainer.method.version
+        self.order = torch.zeros(trainer.examples, dtype=torch.long, device=device)
+        self.places = torch.arange(config.batch_size, device=device)
+        self.at = torch.tensor(trainer.step * config.batch_size, device=device)
+        self.best_loss = torch.tensor(trainer._best_loss, dtype=torch.float64, device=device)
+        self.stalled = torch.tensor(trainer._stalled, device=device)
+        self.figures = torch.zeros(3, dtype=torch.float64, device=device)  # loss, validation loss, rate of an epoch
+        self.launched: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()  # epochs not told of yet
+        if config.restore_best and trainer._best_weights is None:
+            trainer._best_weights = {name: value.clone() for name, value in trainer._trained(optimizer).items()}
+
+    @property
+    def rate(self) -> Tensor:
+        """The learning rate of all groups, which share one tensor."""
+        rate: Tensor = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def run_epoch(self) -> None:
+        """Launch what is left of the epoch under way."""
+        trainer = self.trainer
+        order = trainer._order(pin_memory=self.stream is not None)
+        self.order.copy_(order, non_blocking=True)
+        size, count = trainer.config.batch_size, trainer.examples
+        for start in range(trainer.step * size, count, size):
+            width = min(size, count - start)
+            self._launch(width, lambda width=width: self._step(width))  # type: ignore[misc]
+            if not self.met:  # a method may look the network over at the first step; that one warms nothing up
+                self.met, self.warm = True, set()
+            trainer.step += 1
+        sizes = {min(size, count), count % size or size}
+        if trainer.method.same_every_epoch:
+            self._launch("end", lambda: self._end_epoch(True), ready=self.graphs.keys() >= sizes)
+        else:
+            trainer.method.end_epoch()
+            self._launch("end", lambda: self._end_epoch(False))
+            if trainer.method.version != self.method_version:
+                self.method_version = trainer.method.version
+                self.graphs.clear()
+        self._note_figures()
+        trainer.epoch, trainer.step = trainer.epoch + 1, 0
+        if trainer.epoch == trainer.config.drop_at:
+            self.rate.div_(trainer.config.factor)
+        self.tell(AHEAD)
+
+    def tell(self, behind: int = 0) -> None:
+        """Report the epochs that were launched, but for the last `behind`; waits for those it reports."""
+        while len(self.launched) > behind:
+            epoch, figures, ended = self.launched.popleft()
+            if ended is not None:
+                ended.synchronize()
+            loss, valid_loss, rate = figures.tolist()
+            self.trainer._tell_epoch(epoch, loss, valid_loss if self.trainer.config.validates else None, rate)
+
+    def settle(self) -> None:
+        """Report everything, and give the trainer what was chosen on the device."""
+        self.tell()
+        self.trainer._best_loss, self.trainer._stalled = float(self.best_loss), int(self.stalled)
+
+    # What the graphs hold --------------------------------------------------------------------------------------------
+
+    def _step(self, width: int) -> None:
+        trainer = self.trainer
+        rows = self.order[self.at + self.places[:width]]
+        self.at += width
+        self.optimizer.zero_grad(set_to_none=True)
+        whole = width == trainer.config.batch_size  # for the last batch alone compiling does not pay
+        loss = trainer._loss(rows, compiled=self.met and whole)
+        loss.backward()
+        self.optimizer.step()
+        trainer._loss_sum += loss.detach() * width
+
+    @torch.no_grad()
+    def _end_epoch(self, tell_method: bool) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if tell_method:
+            trainer.method.end_epoch()
+        self.figures[0] = trainer._loss_sum / trainer.examples
+        self.figures[2] = self.rate
+        if config.validates:
+            loss = trainer._validation_loss()
+            self.figures[1] = loss
+            better = loss < self.best_loss
+            self.best_loss.copy_(torch.where(better, loss, self.best_loss))
+            self.stalled.copy_(torch.where(better, 0, self.stalled + 1))
+            if trainer._best_weights is not None:
+                for name, value in trainer._trained(self.optimizer).items():
+                    best = trainer._best_weights[name]
+                    best.copy_(torch.where(better, value, best))
+            if config.patience is not None:
+                self._drop_rate(self.stalled >= config.patience, config.factor)
+        trainer._loss_sum.zero_()
+        self.at.zero_()
+
+    def _drop_rate(self, drop: Tensor, factor: float) -> None:
+        self.stalled.masked_fill_(drop, 0)
+        self.rate.copy_(torch.where(drop, self.rate / factor, self.rate))
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.masked_fill_(drop, 0)
+
+    # Capturing -------------------------------------------------------------------------------------------------------
+
+    def _launch(self, key: int | str, work: Callable[[], None], ready: bool = True) -> None:
+        """Do the work: as it is for the first time, then captured, then by replaying the graph."""
+        if self.stream is None:
+            work()
+        elif key in self.graphs:
+            self.graphs[key].replay()
+        elif key in self.warm and ready:
+            self.graphs[key] = self._capture(work)
+            self.graphs[key].replay()
+        else:
+            self.warm.add(key)
+            with _on(self.stream):
+                work()
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        assert self.stream is not None
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)  # gradients then live within the graph
+        torch.cuda.synchronize(self.trainer.device)
+        with _without_garbage_collection(), torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _note_figures(self) -> None:
+        if self.stream is None:
+            self.launched.append((self.trainer.epoch, self.figures.clone(), None))
+            return
+        figures = torch.empty(3, dtype=torch.float64, pin_memory=True)
+        figures.copy_(self.figures, non_blocking=True)
+        ended = torch.cuda.Event()
+        ended.record()
+        self.launched.append((self.trainer.epoch, figures, ended))
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run on a stream of its own, in order with the current one."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a capture could free another graph, which is not allowed then."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()

@@ -1,0 +1,48 @@
+import json
+
+import pytest
+
+from agscl.cli import main
+from agscl.experiments import search as searching
+from agscl.experiments.search import AXES, FACTORS, Axis
+
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods.base.SelfCheckWarning")
+
+
+def test_an_axis_tries_the_base_and_what_its_factors_make_of_it():
+    assert [one["lam"] for one in Axis("lam", (0.1, 1.0, 10.0)).tried({"lam": 5.0, "mu": 1.0})] == [0.5, 5.0, 50.0]
+    assert [one["rho"] for one in Axis("rho", values=(0.1, 0.5)).tried({"rho": 0.3})] == [0.1, 0.3, 0.5]
+
+
+def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(AXES, "agscl", (Axis("lam", (0.0001, 1.0)), Axis("mu", (0.5, 1.0))))
+    asked = ["search", "digits", "--method", "agscl", "--epochs", "2", "--runs", str(tmp_path), "--name", "s"]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    stored = json.loads((tmp_path / "s" / "search.json").read_text())
+    assert len(stored["tried"]) == 3, "two of λ, then two of μ, one of them known by then"
+    marks = [one["valid_accuracy"] for one in stored["tried"]]
+    assert marks == sorted(marks, reverse=True)
+    best = stored["tried"][0]["settings"]
+    assert f"agscl run digits --method agscl --set lam={best['lam']:g} mu={best['mu']:g}" in shown
+    folders = sorted(folder for folder in (tmp_path / "s").iterdir() if folder.is_dir())
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        assert config["seed"] == searching.SEED
+        assert config["hold_out"] == 0.1
+    times = [(folder / "result.json").stat().st_mtime_ns for folder in folders]
+    assert main(asked) == 0
+    assert [(folder / "result.json").stat().st_mtime_ns for folder in folders] == times
+
+
+def test_what_has_nothing_to_search_is_named(tmp_path, capsys):
+    assert main(["search", "digits", "--method", "frozen", "--runs", str(tmp_path)]) == 2
+    assert "frozen has nothing to search" in capsys.readouterr().err
+
+
+def test_every_axis_is_a_setting_of_its_method_and_the_grid_holds_the_start():
+    from agscl.experiments.methods import METHODS
+
+    for method, axes in AXES.items():
+        assert {axis.setting for axis in axes} <= set(METHODS[method].settings)
+    assert 1.0 in FACTORS
