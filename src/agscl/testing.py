@@ -91,7 +91,7 @@ class _Network:
 NETWORKS: dict[str, _Network] = {
     "mlp": _Network(_mlp, 30),
     "cnn": _Network(_cnn, 15),
-    "residual": _Network(_Residual, 10),
+    "residual": _Network(_Residual, 15),
 }
 
 
@@ -100,7 +100,7 @@ def _adam(parameters: Iterator[nn.Parameter]) -> Optimizer:
 
 
 def _sgd(parameters: Iterator[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.03, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
 def _adamw(parameters: Iterator[nn.Parameter]) -> Optimizer:

@@ -183,13 +183,9 @@ class WeightMethod(Method):
     @torch.no_grad()
     def _end(self, batches: Iterable[Any], forward: Forward) -> None:
         protected = self.protected()
+        self._check_finite(protected)
         new = self._measure(protected, batches, forward)
-        broken = [name for name, tensor in new.items() if not bool(tensor.isfinite().all())]
-        if broken or any(not bool(p.isfinite().all()) for p in protected.values()):
-            raise FloatingPointError(
-                f"Weights or importances of task {self.task!r} are not finite: training diverged. The task was not "
-                "ended; go back to the last good weights, or lower the learning rate."
-            )
+        self._check_finite(new)
         distance = self._distance() if len(self.tasks) > 1 else None
         if distance is not None and self._steps and self.strength and self._important() and not bool(distance):
             self._warn(
@@ -202,6 +198,14 @@ class WeightMethod(Method):
             assert self.task is not None
             self._own.keep(self.task)
         self._figures = {"penalty": 0.0 if distance is None else float(self.strength * distance), **self._sizes()}
+
+    def _check_finite(self, tensors: Mapping[str, Tensor]) -> None:
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise FloatingPointError(
+                f"Weights or importances of task {self.task!r} are not finite: training diverged. The task was not "
+                "ended; go back to the last good weights, and lower the learning rate or "
+                f"{self._setting} (under SGD a weight overshoots once rate × the penalty's curvature is above 2)."
+            )
 
     def _measure(
         self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
@@ -280,7 +284,8 @@ class WeightMethod(Method):
         if self._own is not None:
             held["statistics"] = [tensor for kept in self._own.kept.values() for tensor in kept.values()]
         counts = {purpose: sum(t.numel() for t in tensors) for purpose, tensors in held.items()}
-        return counts | {"bytes": sum(t.numel() * t.element_size() for ts in held.values() for t in ts)}
+        size = sum(t.numel() * t.element_size() for ts in held.values() for t in ts)
+        return {**super().memory(), **counts, "bytes": size}
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
