@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from agscl import EWC, L2, MAS, SI, FineTune, MultiHead, RWalk, Together, importance, tasks
 from agscl.methods.base import SelfCheckWarning, _Hooks
+from agscl.methods.ewc import picked
 from agscl.networks.mlp import MLP
 from loops import adam, bits, blobs, learn, mlp, same
 
@@ -91,7 +92,7 @@ def test_the_penaltys_gradient_is_autograds_of_the_written_formula(name):
 
 
 def test_separate_penalties_of_ewc_are_the_sum_over_tasks_of_a_fisher_and_anchor_each():
-    method, model, optimizer = fresh("ewc")
+    method, model, optimizer = fresh("ewc", fisher="exact")
     weights, written = trunk(model), []
     for number in range(3):
         learn(method, optimizer, number, end=False)
@@ -111,7 +112,7 @@ def test_separate_penalties_of_ewc_are_the_sum_over_tasks_of_a_fisher_and_anchor
 
 @pytest.mark.parametrize("accumulation", ["merged", "online"])
 def test_fishers_are_accumulated_as_the_definition_says(accumulation):
-    method, model, optimizer = fresh("ewc", accumulation=accumulation, gamma=0.7)
+    method, model, optimizer = fresh("ewc", fisher="exact", accumulation=accumulation, gamma=0.7)
     expected = {}
     for number in range(3):
         learn(method, optimizer, number, end=False)
@@ -200,12 +201,29 @@ def measured(net, **settings):
 
 @NETS
 def test_the_exact_fisher_is_the_expectation_over_the_predicted_classes_per_sample(net):
-    method, model = measured(net)
+    method, model = measured(net, fisher="exact")
     expected = slow_exact(model, trunk(model), blobs(0), "t0")
     method.end_task(blobs(0))
     assert max(float(f.max()) for f in expected.values()) > 1e-4
     for n, f in expected.items():
         torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-8)
+
+
+def test_the_estimated_fisher_is_the_exact_one_in_the_mean_and_near_it_in_every_draw():
+    def fisher(seed, kind="estimated"):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(), features=32)
+        method = EWC(model, fisher=kind, seed=seed)
+        learn(method, adam(model), 0, epochs=8)
+        return torch.cat([f.flatten() for f in method.importances.values()])
+
+    exact, draws = fisher(0, "exact"), torch.stack([fisher(seed) for seed in range(20)])
+    assert exact.sum() > 1e-2
+    assert not torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[0], fisher(0))
+    away = (draws - exact).abs().sum(1) / exact.sum()
+    assert float(away.max()) < 0.6
+    assert float((draws.mean(0) - exact).abs().sum() / exact.sum()) < 0.1
 
 
 @NETS
@@ -220,34 +238,39 @@ def test_the_empirical_fisher_is_the_mean_squared_gradient_per_sample_with_true_
 
 @NETS
 def test_the_sampled_fisher_squares_the_gradient_for_one_drawn_class_per_sample(net):
-    method, model = measured(net, fisher="sampled", seed=3)
-    drawn, draw = [], method._drawn
-
-    def spied(*args):
-        for batch, labels in draw(*args):
-            drawn.append(labels)
-            yield batch, labels
-
-    method._drawn = spied
+    method, model = measured(net, fisher="sampled")
+    with torch.no_grad():
+        labels = [picked(model(x, "t0"), places) for (x, _), places in method._with_draws(blobs(0), model)]
+    losses = (
+        F.cross_entropy(model(x, "t0"), y[None])
+        for (x, _), y in zip(samples(blobs(0)), torch.cat(labels), strict=True)
+    )
+    expected = slow(trunk(model), ([(loss, 1.0)] for loss in losses))
     method.end_task(blobs(0))
-    labels = torch.cat(drawn)
-    model.eval()
-    losses = (F.cross_entropy(model(x, "t0"), y[None]) for (x, _), y in zip(samples(blobs(0)), labels, strict=True))
-    for n, f in slow(trunk(model), ([(loss, 1.0)] for loss in losses)).items():
+    for n, f in expected.items():
         torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-8)
 
 
 def test_drawn_classes_follow_the_prediction_and_the_seed():
-    method, model, optimizer = fresh("ewc", fisher="sampled")
-    learn(method, optimizer, 0, epochs=1, end=False)
-    x = blobs(0)[0][0][:1].expand(4000, 16)
-    output = lambda batch: model(batch, "t0")  # noqa: E731
-    with torch.no_grad():
-        [(_, labels)] = method._drawn([x], output)
-        [(_, again)] = method._drawn([x], output)
-        shares = model(x[:1], "t0").softmax(1)[0]
-    assert torch.equal(labels, again)
-    torch.testing.assert_close(labels.bincount(minlength=3) / 4000, shares, atol=0.03, rtol=0)
+    logits = torch.tensor([[0.0, -1.0, -200.0, 1.0]]).expand(4000, 4)
+
+    def draw(seed):
+        model = MultiHead(mlp(), features=32)
+        method = EWC(model, fisher="sampled", seed=seed)
+        learn(method, adam(model), 0, epochs=1, end=False)
+        [(_, places)] = method._with_draws([logits], model)
+        return picked(logits, places)
+
+    labels = draw(3)
+    assert torch.equal(labels, draw(3))
+    assert not torch.equal(labels, draw(4))
+    torch.testing.assert_close(labels.bincount(minlength=4) / 4000, logits[0].softmax(0), atol=0.03, rtol=0)
+
+
+def test_no_place_falls_beyond_the_last_class_that_is_possible():
+    logits = torch.tensor([[1.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
+    assert picked(logits, torch.full((2,), 1 - 2**-53, dtype=torch.float64)).tolist() == [1, 2]
+    assert picked(logits, torch.zeros(2, dtype=torch.float64)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("delivered", [7, 12, 48])
@@ -281,9 +304,10 @@ def test_the_papers_fisher_is_measured_in_train_mode_with_dropout_and_leaves_no_
     assert not torch.equal(fisher("train"), fisher("eval"))
 
 
-def test_the_fisher_does_not_depend_on_how_the_work_is_cut(monkeypatch):
+@pytest.mark.parametrize("kind", ["exact", "estimated", "sampled"])
+def test_the_fisher_does_not_depend_on_how_the_work_is_cut(monkeypatch, kind):
     def fisher():
-        method, _ = measured(mlp)
+        method, _ = measured(mlp, fisher=kind)
         method.end_task(blobs(0))
         return method.importances
 
@@ -345,6 +369,22 @@ def test_a_task_without_data_or_with_broken_weights_is_not_ended(name):
         method.end_task(blobs(0))
     assert method.task == "t0"
     assert not method.importances
+
+
+@pytest.mark.parametrize("kind", ["exact", "estimated", "empirical"])
+def test_a_weight_of_a_single_number_has_a_fisher_too(kind):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale = mlp(), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.scale * self.body(x)
+
+    method, model = measured(Scaled, fisher=kind)
+    method.end_task(blobs(0))
+    assert method.importances["trunk.scale"].shape == ()
+    assert method.importances["trunk.scale"] > 0
 
 
 def test_a_model_that_vmap_cannot_run_gets_a_way_out():

@@ -8,19 +8,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from agscl.nodes import NodeGraph
 from agscl.probing import relu_watch, undisturbed
 
-__all__ = ["Score", "mean_activations", "mean_gradients"]
+__all__ = ["Score", "count_samples", "mean_activations", "mean_gradients"]
 
 Score = Callable[[Any], tuple[Tensor, Tensor]]
 
 _CHUNK = 256  # samples differentiated side by side at the most
 _FLOATS = {"cpu": 2**25}  # numbers that their gradients may take: 128 MiB in float32,
 _FLOATS_ELSEWHERE = 2**28  # and 1 GiB on an accelerator
+_STRIP = 2**12  # columns summed up at a time
 
 
 def mean_activations(
@@ -146,31 +147,34 @@ def _per_sample(
 ) -> list[Tensor]:
     """Σ over the samples of `part` and the values of each, at most `room` gradients at a time."""
     leaves, shape = tree_flatten(part)
-    samples = _samples(leaves)
+    samples = count_samples(leaves)
     sliced = [_sliced(leaf, samples) for leaf in leaves]
 
-    def one(row: Tensor, *sample: Any) -> list[Tensor]:
-        """The gradient of one value of one sample, times what makes its size^power count by the value's weight."""
+    def one(rows: Tensor, *sample: Any) -> list[Tensor]:
+        """Gradients of a sample's values, a row for each, times what makes their size^power count by their weights."""
         batch = tree_unflatten([x.unsqueeze(0) if cut else x for x, cut in zip(sample, sliced, strict=True)], shape)
 
-        def value(w: dict[str, Tensor]) -> Tensor:
+        def counted(w: dict[str, Tensor]) -> Tensor:
             values, shares = functional_call(runner, w, (batch,))
-            counted: Tensor = values * shares.detach() ** (1 / power)
-            return counted @ row
+            weighed: Tensor = values * shares.detach() ** (1 / power)
+            return weighed
 
-        return list(grad(value)(weights).values())
+        back = vjp(counted, weights)[1]
+        found = vmap(back)(rows)[0] if len(rows) > 1 else back(rows[0])[0]
+        return list(found.values())
 
     first = tree_unflatten([_slice(leaf, samples, 0, 1) for leaf in leaves], shape)
     values = runner(first)[0]
-    rows = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    pairs = torch.cartesian_prod(*(torch.arange(n, device=values.device) for n in (samples, len(rows))))
     total: list[Tensor] | None = None
     try:
-        for places, numbers in (pair.unbind(1) for pair in pairs.split(max(1, room))):
-            taken = [leaf[places] if cut else leaf for leaf, cut in zip(leaves, sliced, strict=True)]
-            found = vmap(one, in_dims=(0, *(0 if cut else None for cut in sliced)))(rows[numbers], *taken)
-            sums = [torch.linalg.vector_norm(each, power, 0) ** power for each in found]
-            total = sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]
+        for rows in torch.eye(len(values), dtype=values.dtype, device=values.device).split(max(1, room)):
+            width = max(1, room // len(rows))
+            for at in range(0, samples, width):
+                taken = [_slice(leaf, samples, at, at + width) for leaf in leaves]
+                found = vmap(one, in_dims=(None, *(0 if cut else None for cut in sliced)))(rows, *taken)
+                found = [each.flatten(0, 1) for each in found] if len(rows) > 1 else found
+                sums = [_sum_of_powers(each, power) for each in found]
+                total = sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -180,6 +184,14 @@ def _per_sample(
         ) from error
     assert total is not None
     return total
+
+
+def _sum_of_powers(each: Tensor, power: Literal[1, 2]) -> Tensor:
+    """Σ over the first dimension of |each|^power; on a CPU in strips that stay in its cache."""
+    rows = each.flatten(1) if each.dim() > 1 else each[:, None]
+    strips = rows.split(_STRIP, 1) if each.device.type == "cpu" else [rows]
+    sums = [(strip.square() if power == 2 else strip.abs()).sum(0) for strip in strips]
+    return torch.cat(sums).view(each.shape[1:])
 
 
 def _of_mean(runner: _Runner, parameters: list[nn.Parameter], part: Any, power: Literal[1, 2]) -> list[Tensor]:
@@ -195,10 +207,10 @@ def _cut(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
     samples, shape = 0, None
     for batch in batches:
         leaves, shape = tree_flatten(batch)
-        new = _samples(leaves)
+        new = count_samples(leaves)
         if rest is not None:
             leaves = [torch.cat([a, b]) if _sliced(b, new) else b for a, b in zip(rest, leaves, strict=True)]
-        samples = _samples(leaves)
+        samples = count_samples(leaves)
         whole = samples - samples % size
         for at in range(0, whole, size):
             yield tree_unflatten([_slice(leaf, samples, at, at + size) for leaf in leaves], shape), size
@@ -207,7 +219,8 @@ def _cut(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
         yield tree_unflatten(rest, shape), samples % size
 
 
-def _samples(leaves: list[Any]) -> int:
+def count_samples(leaves: list[Any]) -> int:
+    """The number of samples in a batch, by its first tensor; `leaves` are all it consists of."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
-from agscl.importance import mean_gradients
+from agscl.importance import count_samples, mean_gradients
 from agscl.methods.base import Forward
 from agscl.methods.weightwise import WeightConfig, WeightMethod
 
@@ -28,9 +29,10 @@ class EWCConfig(WeightConfig):
 
     lam: float = 400.0
     """λ: the penalty is λ/2 Σ F (θ − θ*)²."""
-    fisher: Literal["exact", "sampled", "empirical", "batched"] = "exact"
-    """Fisher diagonal. Per sample: the expectation over the predicted classes (a backward pass for each class), one
-    class drawn from the prediction, or the true label. Or batched: the squared gradient of mini-batches' mean loss."""
+    fisher: Literal["estimated", "exact", "sampled", "empirical", "batched"] = "estimated"
+    """Fisher diagonal. Per sample: the expectation over the predicted classes, estimated from one backward pass with
+    random signs or exact (a backward pass for each class); from one class drawn from the prediction; or with the true
+    label. Or batched: the squared gradient of mini-batches' mean loss. TODO"""
     accumulation: Literal["separate", "merged", "online"] = "separate"
     """Over tasks: a penalty for each; one with the mean of all Fishers, held at the last weights; or one with
     F ← γF + F_task, held there too."""
@@ -41,12 +43,12 @@ class EWCConfig(WeightConfig):
     mode: Literal["eval", "train"] = "eval"
     """Mode in which the Fisher is measured; train (dropout on) needs fisher="batched"."""
     seed: int = 0
-    """Seed of the classes drawn, with fisher="sampled"."""
+    """Seed of what is drawn, with fisher="estimated" or "sampled"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least("lam", 0)
-        self._one_of("fisher", "exact", "sampled", "empirical", "batched")
+        self._one_of("fisher", "estimated", "exact", "sampled", "empirical", "batched")
         self._one_of("accumulation", "separate", "merged", "online")
         self._check(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, not {self.gamma}")
         self._check(isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}")
@@ -64,7 +66,8 @@ class EWC(WeightMethod):
     >>> method = EWC(model, lam=10_000, **EWC.paper)  # as in the AGS-CL paper's table
 
     `end_task` takes `(x, y)`, or `x` alone where no labels are needed. Its `forward(batch)` may return logits
-    (samples, classes), or a loss or log-probability (then its gradient is squared, and fisher must not be "exact").
+    (samples, classes), or a loss or log-probability (then its gradient is squared, and fisher must be neither
+    "estimated" nor "exact").
 
     With accumulation="separate" the sum of the tasks' penalties is held as one quadratic: `importances` is the sum of
     the Fishers, `anchors` the mean of the tasks' weights, weighted by them. It is the same penalty, whatever the
@@ -107,13 +110,21 @@ class EWC(WeightMethod):
             return self._call(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
 
         def exact(batch: Any) -> tuple[Tensor, Tensor]:
-            logs = F.log_softmax(_logits(output(batch)), 1)[0]
+            logs = F.log_softmax(_logits(output(batch), kind), 1)[0]
             return logs, logs.detach().exp()
 
+        def estimated(batch: Any) -> tuple[Tensor, Tensor]:
+            """Σ ±√p·log p over the classes: squared, its gradient is that of each class by p, and what is mixed of two
+            classes has mean 0. One drawn class would be unbiased too, but says nothing where predictions are sure."""
+            inner, signs = batch
+            logs = F.log_softmax(_logits(output(inner), kind), 1)
+            return _one((signs * (logs.detach() / 2).exp() * logs).sum(1))
+
         def sampled(batch: Any) -> tuple[Tensor, Tensor]:
-            inner, drawn = batch
+            inner, places = batch
             found = output(inner)
-            return _one(found if drawn is None else F.cross_entropy(found, drawn))
+            logits = isinstance(found, Tensor) and found.dim() == 2
+            return _one(F.cross_entropy(found, picked(found, places)) if logits else found)
 
         def loss(batch: Any) -> tuple[Tensor, Tensor]:
             return _one(forward(batch))
@@ -128,21 +139,22 @@ class EWC(WeightMethod):
                 batch=self.config.batch,
                 train=self.config.mode == "train",
             )
-        if kind == "sampled":
-            batches = self._drawn(batches, output)
-        score = {"exact": exact, "sampled": sampled, "empirical": loss}[kind]
+        if kind in ("estimated", "sampled"):
+            batches = self._with_draws(batches, output)
+        score = {"exact": exact, "estimated": estimated, "sampled": sampled, "empirical": loss}[kind]
         return mean_gradients(self.model, protected, batches, score, power=2)
 
-    def _drawn(self, batches: Iterable[Any], output: Forward) -> Iterator[tuple[Any, Tensor | None]]:
-        """Batches with classes drawn from the prediction; with none where `output` is no longer logits."""
+    def _with_draws(self, batches: Iterable[Any], output: Forward) -> Iterator[tuple[Any, Tensor]]:
+        """Batches with what is drawn for every sample: a sign for each class, or a place in [0, 1) for one of them."""
         draw = torch.Generator().manual_seed((self.config.seed << 16) + len(self.tasks))
+        like, classes = next(self.model.parameters()), 0
         for batch in batches:
-            found = output(batch)
-            if isinstance(found, Tensor) and found.dim() == 2:
-                shares = F.softmax(found, 1).double().cpu()
-                yield batch, torch.multinomial(shares, 1, generator=draw)[:, 0].to(found.device)
-            else:
-                yield batch, None
+            samples = count_samples(tree_flatten(batch)[0])
+            if self.config.fisher == "sampled":
+                yield batch, torch.rand(samples, generator=draw, dtype=torch.float64).to(like.device)
+                continue
+            classes = classes or _logits(output(batch), self.config.fisher).shape[1]
+            yield batch, (2 * torch.randint(2, (samples, classes), generator=draw) - 1).to(like)
 
     # Over tasks ------------------------------------------------------------------------------------------------------
 
@@ -173,12 +185,19 @@ class EWC(WeightMethod):
         self._least = state["least"]
 
 
-def _logits(output: Any) -> Tensor:
+def picked(logits: Tensor, places: Tensor) -> Tensor:
+    """(samples,) classes drawn from the predictions: where `places` (samples,) in [0, 1) fall when the predicted
+    probabilities are laid end to end."""
+    ends = logits.detach().double().softmax(1).cumsum(1)
+    return (ends < places[:, None] * ends[:, -1:]).sum(1)
+
+
+def _logits(output: Any, fisher: str) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 2:
         return output
     found = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise ValueError(
-        f"fisher='exact' needs logits of (samples, classes); the forward pass returned {found}. Give end_task a "
+        f"fisher={fisher!r} needs logits of (samples, classes); the forward pass returned {found}. Give end_task a "
         "`forward` that returns them; or one that returns the loss, or a log-probability of what was drawn, with "
         "fisher='sampled' or 'empirical'."
     )
