@@ -1,11 +1,12 @@
 """How fast the paper's loop runs on tinyimagenet32 with AGS-CL, way by way: steps one by one, captured, and so on.
 
-python benchmarks/fast.py [--device cuda] [--whole]     # writes results/benchmarks/fast_<device>.json
+python benchmarks/fast.py [--device cuda] [--whole] [--seeds 5]     # writes results/benchmarks/fast_<device>.json
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 import time
 import warnings
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--whole", action="store_true", help="also one whole run, the fastest way")
+    parser.add_argument("--seeds", type=int, default=0, help="also so many whole runs side by side")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -108,6 +110,13 @@ def main() -> None:
     if arguments.whole:
         found["whole"] = whole_run(0, device, FAST if device == "cuda" else {})
         print(found["whole"], flush=True)
+    if arguments.seeds:
+        start = time.perf_counter()
+        with multiprocessing.get_context("spawn").Pool(arguments.seeds) as pool:
+            way = FAST if device == "cuda" else {}
+            runs = pool.starmap(whole_run, [(seed, device, way) for seed in range(arguments.seeds)])
+        found["side_by_side"] = {"seconds": time.perf_counter() - start, "runs": runs}
+        print(found["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
     record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
 
 
