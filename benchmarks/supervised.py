@@ -45,14 +45,21 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
     """Every method at the same time, so that the device is never idle."""
 
     def one(method: str) -> list[search.Tried]:
-        return search.search(
-            arguments.preset,
-            method,
-            arguments.runs / f"search-{arguments.preset}-{method}",
-            lambda jobs: run(arguments, jobs, max(1, arguments.jobs // len(methods))),
-            device=arguments.device,
-            **changes,
-        )
+        folder = arguments.runs / f"search-{arguments.preset}-{method}"
+        try:
+            return search.search(
+                arguments.preset,
+                method,
+                folder,
+                lambda jobs: run(arguments, jobs, max(1, arguments.jobs // len(methods))),
+                device=arguments.device,
+                **changes,
+            )
+        except Interrupted:
+            stopped.append(method)
+            return search.finished(folder, method)
+
+    stopped: list[str] = []
 
     with ThreadPoolExecutor(len(methods)) as pool:
         found = dict(zip(methods, pool.map(one, methods), strict=True))
@@ -65,6 +72,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
             "preset": arguments.preset,
             "seed": search.SEED,
             "changes": changes,
+            "stopped_early": sorted(stopped),
             "methods": {method: [vars(each) for each in tried] for method, tried in found.items()},
         },
     )

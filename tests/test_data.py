@@ -172,6 +172,16 @@ class TestForms:
             assert read.shape == (3, 4, 4)
             assert (read == 204).all()
 
+    @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM", "TIFF"])
+    def test_all_usual_formats_are_read(self, kind):
+        read = images.Form(4).read(pictures.encoded(np.full((4, 4, 3), 100, np.uint8), kind))
+        assert np.abs(read.astype(int) - 100).max() <= 3
+
+    @pytest.mark.parametrize("content", [b"", b"%!PS-Adobe-3.0 EPSF-3.0", b"\x80\x04N.", b"\x89PNG and no more"])
+    def test_nothing_else_is_opened(self, content):
+        with pytest.raises(OSError, match=r"cannot identify|broken|truncated"):
+            images.Form(4).read(content)
+
     def test_plain_bytes_are_pictures_too(self, data):
         made = pictures.table([0, 1])
         plain = made.set_column(0, "image", [[each["bytes"] for each in made.column("image").to_pylist()]])

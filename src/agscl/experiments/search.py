@@ -108,6 +108,16 @@ def search(
     return found
 
 
+def finished(folder: Path, method: str) -> list[Tried]:
+    """What a search that was stopped has tried so far, the best first."""
+    found = []
+    for path in folder.glob("*/result.json"):
+        result = read_json(path)
+        settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
+        found.append(Tried(settings, metrics.average_accuracy(result["methods"][method]["valid_accuracies"])))
+    return sorted(found, key=lambda one: -(one.valid_accuracy or 0.0))
+
+
 def name_of(settings: Mapping[str, Any]) -> str:
     return "-".join(f"{key}={value:g}" for key, value in settings.items())
 

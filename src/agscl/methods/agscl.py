@@ -99,7 +99,7 @@ class AGSCL(NodeMethod):
         self._draws = torch.Generator()
         self._kept: list[KeptStatistics] = []  # of important channels, during a task
         self._fixed: list[FrozenStatistics] = []  # of frozen BatchNorms, always
-        self._masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._masks: list[tuple[nn.Parameter, Tensor]] = []  # during a task, where a layer's weight is 0
         self._figures: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None  # loaded before there was a graph
         self._reset_counts()
@@ -160,7 +160,7 @@ class AGSCL(NodeMethod):
         self._reach = torch.zeros((), dtype=torch.float64, device=self.omega.device)  # Σα over its proximal steps
 
     def _set_masks(self) -> None:
-        """Per node layer: the first task of each row, and of what each column reads. Source > row: the weight is 0."""
+        """Per node layer, the weights whose source became important later than their row: these are 0."""
         self._masks = []
         if self.config.zero_init == "off":
             return
@@ -169,9 +169,9 @@ class AGSCL(NodeMethod):
         for name, layer in self.graph.layers.items():
             if reader := self.graph.readers.get(name):
                 rows = first[layer.groups.to(first.device)].view(-1, *[1] * (layer.weight.dim() - 1))
-                columns = source[reader.columns().to(first.device)]
-                if bool((columns > rows).any()):
-                    self._masks.append((layer.weight, rows, columns))
+                later = source[reader.columns().to(first.device)] > rows
+                if bool(later.any()):
+                    self._masks.append((layer.weight, torch.empty_like(layer.weight, dtype=torch.bool).copy_(later)))
 
     def _find_rates(self) -> None:
         """Where the rate of each layer's weight stands: (optimizer, parameter group)."""
@@ -195,8 +195,8 @@ class AGSCL(NodeMethod):
     def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         if self._graph is None:
             raise RuntimeError("The optimizer stepped, but the model's forward pass never ran: give example_input=.")
-        for weight, rows, columns in self._masks:
-            weight.masked_fill_(columns > rows, 0.0)
+        for weight, later in self._masks:
+            weight.masked_fill_(later, 0.0)
 
     def _proximal(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         if optimizer is not self._main:
@@ -247,8 +247,8 @@ class AGSCL(NodeMethod):
         """With λ = ∞ nothing may move important rows, whoever stepped: put them back, and the zeros."""
         if self.config.prox and math.isinf(self.config.lam) and len(self._important):
             self._important.put(self.anchors)
-            for weight, rows, columns in self._masks:
-                weight.masked_fill_(columns > rows, 0.0)
+            for weight, later in self._masks:
+                weight.masked_fill_(later, 0.0)
         self._others_since = False
 
     @torch.no_grad()

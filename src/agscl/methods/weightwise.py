@@ -29,6 +29,9 @@ class WeightConfig:
 
     batchnorm: Literal["freeze", "per_task", "shared"] = "freeze"
     """BatchNorm statistics: those of task 1 for good, in training too; each task its own; or updated by every task."""
+    steady: bool = False
+    """Whether the penalty's own step may go as far as the anchor and no further: for plain SGD, where a strong penalty
+    overshoots more and more otherwise and training diverges. Importances count up to 1 / (2 · strength · rate) then."""
 
     def __post_init__(self) -> None:
         self._one_of("batchnorm", "freeze", "per_task", "shared")
@@ -157,10 +160,24 @@ class WeightMethod(Method):
         away = torch._foreach_sub(parameters, anchors)
         if scale is not None:
             torch._foreach_mul_(away, scale)
-        if importances is None:
+        if self.config.steady:
+            torch._foreach_mul_(away, self._steady_curvatures(optimizer, parameters, importances))
+            torch._foreach_add_(gradients, away)
+        elif importances is None:
             torch._foreach_add_(gradients, away, alpha=2 * self.strength)
         else:
             torch._foreach_addcmul_(gradients, away, importances, value=2 * self.strength)
+
+    def _steady_curvatures(
+        self, optimizer: Optimizer, parameters: list[Tensor], importances: list[Tensor] | None
+    ) -> list[Tensor]:
+        """2 · strength · importance of each weight, at most 1 / rate."""
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        limits = [1 / torch.as_tensor(rates[id(p)], dtype=p.dtype, device=p.device) for p in parameters]
+        if importances is None:
+            return [limit.clamp(max=2 * self.strength) for limit in limits]
+        curvatures = torch._foreach_mul(importances, 2 * self.strength)
+        return [torch.minimum(curvature, limit) for curvature, limit in zip(curvatures, limits, strict=True)]
 
     @torch.no_grad()
     def penalty(self) -> Tensor:

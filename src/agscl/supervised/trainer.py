@@ -327,8 +327,10 @@ class Trainer:
     def _trained(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """All that training moves: the model's state, and what a method gave to the optimizer beside it."""
         known = {id(parameter) for parameter in self.model.parameters()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        return self.model.state_dict() | {f"method/{place}": p.detach() for place, p in enumerate(parameters)}
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        still = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        moved = {name: value for name, value in self.model.state_dict().items() if name not in still}
+        return moved | {f"method/{place}": p.detach() for place, p in enumerate(others)}
 
     def _end_task(self) -> None:
         if self._captured is not None:

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from agscl.tasks.images import Shards
+from agscl.tasks.images import Shards, opened
 from agscl.tasks.task import DataMissing
 
 TINY_IMAGENET = """
@@ -48,7 +48,6 @@ def omniglot(folder: Path) -> dict[str, Any]:
 def tinyimagenet32(folder: Path) -> dict[str, Any]:
     """From Tiny ImageNet: 100 of its 200 classes, 64 × 64 reduced to 32 × 32 by the mean of 2 × 2 pixels."""
     import pyarrow
-    from PIL import Image
 
     wanted = [f"n{number}" for number in TINY_IMAGENET.split()]
     tables = {}
@@ -63,7 +62,7 @@ def tinyimagenet32(folder: Path) -> dict[str, Any]:
         for batch in whole.encoded():
             for encoded in batch:
                 if labels[place] in label_of:
-                    with Image.open(io.BytesIO(encoded)) as picture:
+                    with opened(encoded) as picture:
                         small = picture.convert("RGB").reduce(2)
                     file = io.BytesIO()
                     small.save(file, format="WEBP", quality=82)

@@ -29,6 +29,26 @@ LABEL_COLUMNS = ("label", "fine_label", "labels")
 """What datasets call the two; the first one present is taken."""
 
 
+FORMATS = {
+    b"\x89PNG": "PNG",
+    b"\xff\xd8": "JPEG",
+    b"RIFF": "WEBP",
+    b"BM": "BMP",
+    b"GIF8": "GIF",
+    b"P5": "PPM",
+    b"P6": "PPM",
+}
+"""How files of each format begin; of others only TIFF is tried."""
+
+
+def opened(encoded: bytes) -> Any:
+    """An encoded picture as Pillow opens it. Told the format, it is twice as fast, and never asks another program."""
+    from PIL import Image
+
+    kind = next((kind for start, kind in FORMATS.items() if encoded.startswith(start)), "TIFF")
+    return Image.open(io.BytesIO(encoded), formats=[kind])
+
+
 @dataclass(frozen=True)
 class Form:
     """How a picture is kept: `channels` × `size` × `size` bytes."""
@@ -45,7 +65,7 @@ class Form:
         """A picture as (channels, size, size) bytes."""
         from PIL import Image
 
-        with Image.open(io.BytesIO(encoded)) as picture:
+        with opened(encoded) as picture:
             pixels = picture.convert("L" if self.channels == 1 else "RGB")
         filter = Image.Resampling[self.filter.upper()]
         wide, high = pixels.size
@@ -280,9 +300,7 @@ def shapes(source: Source, rows: Array | None = None) -> Array:
     """(pictures, 2) height and width of each picture as it is stored."""
 
     def shape(encoded: bytes) -> Array:
-        from PIL import Image
-
-        with Image.open(io.BytesIO(encoded)) as picture:
+        with opened(encoded) as picture:
             return np.array(picture.size[::-1])
 
     return _from_each(source, "shapes", rows, (2,), np.int32, shape)
