@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help run test check bench docs slow clean
+.PHONY: help run test check bench docs slow nightly clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -29,8 +29,12 @@ test: check  ## check, then every quick test
 slow: $(READY)  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
-bench: $(READY)  ## what the method adds to a training step
+bench: $(READY)  ## what each method adds to a training step, and what its importances take
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/methods.py
+
+nightly: slow  ## the slow tests, then the whole contract: every method, network and optimizer; about an hour on two cores
+	$(BIN)/python benchmarks/contract.py --jobs 2
 
 docs: $(READY)  ## the tables and figures of README and docs/, made from results/
 	$(BIN)/python docs/make_docs.py

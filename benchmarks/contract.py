@@ -24,9 +24,9 @@ import agscl
 from agscl.testing import NETWORKS, OPTIMIZERS, Cell, ContractBroken, check_method, forgetting_of, measure
 
 SETTINGS = Path(__file__).parents[1] / "tests" / "contract" / "settings.json"
-SEARCH_SEEDS = (1000, 1001, 1002)
+FIRST_SEARCH_SEED = 1000
 FINALISTS = 3  # settings that are tried on all search seeds; the others on the first alone
-ENOUGH = 0.75  # share of fine-tuning's loss that is to be saved on the search seeds: half, with room to spare
+ENOUGH = 0.85  # share of fine-tuning's loss that is to be saved on the search seeds: half, with room to spare
 
 
 def powers(low: int, high: int, *factors: float) -> list[float]:
@@ -82,15 +82,15 @@ def score(job: tuple[Place, dict[str, Any], int]) -> Mark:
     return sum(matrix[-1]) / len(matrix), forgetting_of(matrix)
 
 
-def search(pool: Any, places: list[Place]) -> dict[Place, dict[str, Any]]:
+def search(pool: Any, places: list[Place], seeds: range) -> dict[Place, dict[str, Any]]:
     """The settings of each cell, found on seeds that no other run uses.
 
     Of those that save enough of what fine-tuning loses the one with the best average accuracy; else what forgets least.
     """
-    first, *others = SEARCH_SEEDS
+    first, *others = seeds
     jobs = [(place, settings, first) for place in places for settings in grid(*place)]
     plain: set[Place] = {("FineTune", network, optimizer) for _, network, optimizer in places}
-    jobs += [(place, {}, seed) for place in sorted(plain) for seed in SEARCH_SEEDS]
+    jobs += [(place, {}, seed) for place in sorted(plain) for seed in seeds]
     marks: dict[tuple[Place, str, int], Mark] = {}
 
     def measure_all(some: list[tuple[Place, dict[str, Any], int]]) -> None:
@@ -101,7 +101,7 @@ def search(pool: Any, places: list[Place]) -> dict[Place, dict[str, Any]]:
     measure_all(jobs)
     finals = {place: _ranked(marks, place, grid(*place), [first])[:FINALISTS] for place in places}
     measure_all([(place, settings, seed) for place in places for settings in finals[place] for seed in others])
-    chosen = {place: _ranked(marks, place, finals[place], SEARCH_SEEDS)[0] for place in places}
+    chosen = {place: _ranked(marks, place, finals[place], seeds)[0] for place in places}
     for place, settings in chosen.items():
         print(f"{'/'.join(place):22} {settings} chosen", flush=True)
     return chosen
@@ -148,6 +148,7 @@ def cell(job: tuple[str, str, str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--search", default="", help="cells to find settings for first, e.g. EWC,SI/residual, or all")
+    parser.add_argument("--search-seeds", type=int, default=6, help="how many seeds settings are found on")
     parser.add_argument("--search-only", action="store_true", help="store the settings and stop")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--methods", default=",".join(GRIDS))
@@ -161,7 +162,8 @@ def main() -> None:
             wanted = names if arguments.search == "all" else arguments.search.split(",")
             places = [each for each in cells if any("/".join(each).startswith(part) for part in wanted)]
             stored = json.loads(arguments.settings.read_text()) if arguments.settings.exists() else {}
-            for (name, network, optimizer), settings in search(pool, places).items():
+            seeds = range(FIRST_SEARCH_SEED, FIRST_SEARCH_SEED + arguments.search_seeds)
+            for (name, network, optimizer), settings in search(pool, places, seeds).items():
                 stored.setdefault(name, {})[f"{network}/{optimizer}"] = settings
             arguments.settings.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
             if arguments.search_only:
@@ -171,7 +173,7 @@ def main() -> None:
             (name, network, optimizer, stored[name][f"{network}/{optimizer}"]) for name, network, optimizer in cells
         ]
         rows = pool.map(cell, jobs, chunksize=1)
-    record(arguments.out, {"seeds": [0, 1, 2], "search_seeds": list(SEARCH_SEEDS), "cells": rows})
+    record(arguments.out, {"seeds": [0, 1, 2], "cells": rows})
     broken = [row for row in rows if row["checks"] != "passed" or row["complaint"]]
     print(f"{len(rows) - len(broken)} of {len(rows)} cells hold")
     sys.exit(1 if broken else 0)

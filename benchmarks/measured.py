@@ -34,11 +34,12 @@ def record(path: Path, figures: dict[str, Any]) -> None:
 
 
 def command() -> str:
-    """How this program was called, less where its output went."""
+    """How this program was called, less where its output went and how long it was given."""
     words = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]
-    if "--out" in words:
-        at = words.index("--out")
-        words = words[:at] + words[at + 2 :]
+    for option in ("--out", "--runs", "--deadline"):
+        if option in words:
+            at = words.index(option)
+            words = words[:at] + words[at + 2 :]
     return shlex.join(["python", *words])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -66,6 +67,86 @@ def overhead() -> str:
     return "\n".join([*lines, "", f"The paper's CIFAR network, batch {result['batch']}: {source(result)}"])
 
 
+def methods() -> str:
+    """Steps on each device, then the time to measure importances."""
+    here, gpu = load("benchmarks/methods"), load("benchmarks/methods_cuda") or {}
+    if here is None:
+        return ""
+    columns = [
+        ("CPU", here["step"], here["limits"]["cpu"]),
+        (f"CPU, batch {here['small_batch']}", here["small_step"], {}),
+        ("GPU", gpu.get("step"), {}),
+        ("GPU, captured", gpu.get("captured"), here["limits"]["captured"]),
+    ]
+    columns = [column for column in columns if column[1]]
+    lines = ["| a training step, plain = 1 | " + " | ".join(name for name, *_ in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for name in here["step"]:
+        if name != "plain":
+            cells = [_ratio(found.get(name), limits.get(name)) for _, found, limits in columns]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    measured = [(place, found["importance"]["methods"]) for place, found in (("CPU", here), ("GPU", gpu)) if found]
+    lines += ["", "| importances of a task, in epochs | " + " | ".join(place for place, _ in measured) + " |"]
+    lines.append("|---" * (len(measured) + 1) + "|")
+    for name in measured[0][1]:
+        known = [found.get(name) for _, found in measured]
+        if any(one and one["epochs"]["median"] >= 0.05 for one in known):
+            lines.append(
+                f"| {name} | " + " | ".join(f"{one['epochs']['median']:.1f}" if one else "–" for one in known) + " |"
+            )
+    origins = [source(found) for found in (here, gpu) if found]
+    return "\n".join([*lines, "", "; ".join(origins)])
+
+
+def _ratio(found: dict[str, Any] | None, limit: float | None) -> str:
+    """The median, with the limit it must keep; in italics where it does not."""
+    if found is None or "error" in found:
+        return "–"
+    ratio = found["ratio"]["median"]
+    if limit is None:
+        return f"{ratio:.2f}"
+    return f"{ratio:.3f} (≤ {limit:g})" if ratio <= limit else f"*{ratio:.3f}* (≤ {limit:g})"
+
+
+def avalanche() -> str:
+    result = load("benchmarks/methods")
+    if result is None or "avalanche" not in result:
+        return ""
+    theirs, small = result["avalanche"], result["small_batch"]
+    titles = [f"a step, batch {result['batch']}", f"a step, batch {small}", "importances, epochs"]
+    lines = ["| method | " + " | ".join(f"{title} | Avalanche's" for title in titles) + " |", "|---" * 7 + "|"]
+    alike = {"ewc": f"ewc fisher=batched batch={result['batch']}", "mas": f"mas batch={result['batch']}"}
+    for name in theirs["step"]:
+        if name == "plain":
+            continue
+        cells = []
+        for what in ("step", "small_step"):
+            cells += [f"{found[what][name]['ratio']['median']:.3f}" for found in (result, theirs)]
+        for found, mine in ((result, alike.get(name, name)), (theirs, name)):
+            cells.append(f"{found['importance']['methods'][mine]['epochs']['median']:.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in theirs["versions"].items())
+    return "\n".join([*lines, "", f"{versions}: {source(result)}"])
+
+
+def fisher() -> str:
+    result = load("benchmarks/fisher")
+    if result is None:
+        return ""
+    lines = [
+        "| classes | fisher | sum, exact = 1 | distance from exact |",
+        "|---|---|---|---|",
+    ]
+    for classes, forms in result["classes"].items():
+        for form, one in forms.items():
+            total, away = one["total"], one["away"]
+            lines.append(
+                f"| {classes} | {form} | {total['median']:.2g} ({total['range'][0]:.2g} to {total['range'][1]:.2g}) "
+                f"| {away['median']:.2f} (at most {away['range'][1]:.2f}) |"
+            )
+    return "\n".join([*lines, "", f"{result['seeds']} seeds. {source(result)}"])
+
+
 def omniglot5() -> str:
     result = load("omniglot5")
     if result is None:
@@ -120,6 +201,69 @@ def comparison() -> str:
     return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
 
 
+def tinyimagenet32() -> str:
+    result = load("tinyimagenet32")
+    if result is None:
+        return ""
+    lines = [
+        "| method | setting | seeds | average accuracy, % | plasticity | stability | forgetting, % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, of in result["methods"].items():
+        strength = [f"{SYMBOLS[key]} {value:g}" for key, value in of["settings"].items() if key in SYMBOLS]
+        parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
+        lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(of['seeds'])} | " + " | ".join(parts) + " |")
+    missing = "" if result["complete"] else " Not all seeds have run yet."
+    return "\n".join([*lines, "", f"The first of seeds 0 to 4, as many as the table says.{missing} {source(result)}"])
+
+
+SYMBOLS = {"lam": "λ", "mu": "μ", "rho": "ρ", "c": "c"}
+
+
+def _spread_of(measured: dict[str, Any], scale: float, digits: int) -> str:
+    deviation = measured["deviation"]
+    spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
+    return f"{scale * measured['mean']:.{digits}f}{spread}"
+
+
+def search() -> str:
+    result = load("search/tinyimagenet32")
+    if result is None:
+        return ""
+    lines = ["| method | tried: average validation accuracy, % |", "|---|---|"]
+    for name, tried in result["methods"].items():
+        marks = [
+            ", ".join(f"{SYMBOLS[key]} {value:g}" for key, value in each["settings"].items())
+            + f": {100 * each['valid_accuracy']:.1f}"
+            for each in tried
+        ]
+        lines.append(f"| {name} | {'; '.join(marks)} |")
+    stopped = result["stopped_early"]
+    note = f" The search of {' and '.join(stopped)} is not finished." if stopped else ""
+    return "\n".join([*lines, "", f"Seed {result['seed']}.{note} {source(result)}"])
+
+
+def fast() -> str:
+    result = load("benchmarks/fast_cuda")
+    if result is None:
+        return ""
+    lines = ["| way | ms per step |", "|---|---|"]
+    for name, way in result["ways"].items():
+        lines.append(f"| {name} | {way['ms_per_step']:.2f} |")
+    whole, several = result["whole"], result["side_by_side"]
+    seeds = len(several["runs"])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"All ten tasks of a hundred epochs, one seed alone: {whole['seconds']:.1f} s. "
+            f"{seeds} seeds side by side: {several['seconds']:.1f} s.",
+            "",
+            source(result),
+        ]
+    )
+
+
 def contract() -> str:
     result = load("contract")
     if result is None:
@@ -141,13 +285,71 @@ def contract() -> str:
     return "\n".join([*lines, "", f"{held} of {len(cells)} cells hold; the others are in italics. {source(result)}"])
 
 
+def memory() -> str:
+    result = load("memory")
+    if result is None:
+        return ""
+    networks = result["networks"]
+    lines = [
+        "| network, after so many tasks | importances: AGS-CL | EWC | ratio | EWC with its anchors | ratio "
+        "| all held: AGS-CL, at most | EWC | ratio, at least |",
+        "|---" * 9 + "|",
+    ]
+    for name, of in networks.items():
+        ours, theirs = of["methods"]["agscl"], of["methods"]["ewc"]
+        few, many, whole = ours["counts"]["importances"], theirs["counts"]["importances"], theirs["everything"]
+        lines.append(
+            f"| {name}, {of['tasks']} | {few:,} | {many:,} | {many / few:,.0f} | {whole:,} | {whole / few:,.0f} "
+            f"| {ours['everything']:,} | {whole:,} | {math.floor(100 * whole / ours['everything']) / 100:.2f} |"
+        )
+    lines += ["", "All bytes, by method and network:", "", "| | " + " | ".join(networks) + " |"]
+    lines += ["|---" * (len(networks) + 1) + "|"]
+    for name in next(iter(networks.values()))["methods"]:
+        rows = [of["methods"][name] for of in networks.values()]
+        cells = [("≤ " if "bytes" in row["at_most"] else "") + megabytes(row["counts"]["bytes"]) for row in rows]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if "alexnet" in networks:
+        lines += ["", *memory_of("alexnet", networks["alexnet"])]
+    cells = [row["agrees"] for of in networks.values() for row in of["methods"].values()]
+    lines += [
+        "",
+        f"≤ marks what depends on training and cannot be more; all else is exact. In {sum(cells)} of {len(cells)} "
+        "cases a method that learned two tasks of random images on the real network held what was foretold after "
+        f"each. {source(result)}",
+    ]
+    return "\n".join(lines)
+
+
+def memory_of(name: str, network: dict[str, Any]) -> list[str]:
+    """What is held for one network, by purpose."""
+    purposes = ["importances", "anchors", "masks", "embeddings", "bases", "start"]
+    titles = [{"start": "starting weights"}.get(purpose, purpose) for purpose in purposes]
+    lines = [f"For {name}, in numbers:", "", "| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+    for method, row in network["methods"].items():
+        counts = [(row["counts"].get(purpose, 0), purpose in row["at_most"]) for purpose in purposes]
+        cells = [f"{'≤ ' if bound else ''}{count:,}" if count else "–" for count, bound in counts]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB" if count else "–"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "digits": digits,
     "overhead": overhead,
+    "methods": methods,
+    "avalanche": avalanche,
+    "fisher": fisher,
     "omniglot5": omniglot5,
     "omniglot50": omniglot50,
     "comparison": comparison,
+    "tinyimagenet32": tinyimagenet32,
+    "search": search,
+    "fast": fast,
     "contract": contract,
+    "memory": memory,
 }
 
 

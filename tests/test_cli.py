@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from agscl.cli import main
@@ -533,3 +535,47 @@ def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_pat
     shown = capsys.readouterr().out
     assert "separate, a bound" in shown
     assert "this run" not in shown
+
+
+# Data of one's own ----------------------------------------------------------------------------------------------------
+
+
+def four_classes_of_pictures(folder):
+    for number, colour in enumerate(("red", "green", "blue", "grey")):
+        (folder / colour).mkdir(parents=True)
+        random = np.random.default_rng(number)
+        for place in range(24):
+            picture = random.integers(0, 60, (32, 32, 3), dtype=np.uint8)
+            picture[..., number % 3] += 120 if number < 3 else 0
+            Image.fromarray(picture).save(folder / colour / f"{place}.png")
+    return folder
+
+
+def test_a_folder_of_pictures_is_learned_with_one_line(tmp_path, capsys):
+    pictures = four_classes_of_pictures(tmp_path / "pictures")
+    asked = ["run", "cifar100", "--tasks", f"folder:{pictures}", "--task-options", "classes_per_task=2", "size=32"]
+    given = ["--method", "l2", "--epochs", "1", "--batch-size", "16", "--runs", str(tmp_path / "runs"), "--name", "own"]
+    assert main([*asked, "validation=0.2", *given]) == 0
+    result = json.loads((tmp_path / "runs" / "own" / "result.json").read_text())
+    assert len(result["tasks"]) == 2
+    assert [len(row) for row in result["methods"]["l2"]["valid_accuracies"]] == [1, 2]
+    capsys.readouterr()
+    assert main([*asked, "validation=0.2", *given, "--seed", "0"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["classes_per_task=2", "size=16", "validation=0.2"], "--task-options size=32"),
+        (["classes_per_task=2", "size=32", "validation=0"], "--task-options validation=0.1"),
+        (["classes_per_task=1", "size=32"], "classes_per_task must be at least 2"),
+        (["colour=red"], "colour"),
+        (["size"], "KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_learned_of_it_is_said_with_a_way_out(tmp_path, capsys, options, said):
+    pictures = four_classes_of_pictures(tmp_path / "pictures")
+    asked = ["run", "cifar100", "--tasks", f"folder:{pictures}", "--task-options", *options]
+    assert main([*asked, "--epochs", "1", "--runs", str(tmp_path / "runs")]) in (1, 2)
+    assert said in capsys.readouterr().err

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, MultiHead, NodeGraph
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
 from agscl.proximal import pull, shrink
+from agscl.supervised import Trainer, TrainingConfig
+from agscl.supervised.captured import Captured
+from agscl.tasks import Task
 from loops import bits, blobs, mlp
 from zoo import SUPPORTED
 
@@ -199,3 +203,60 @@ def test_what_a_captured_step_cannot_do_is_a_clear_error(every, steps):
     optimizer.zero_grad(set_to_none=True)
     with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         step(model, optimizer, "t0", x, y)
+
+
+def trained(method, capture=True, **options):
+    """Three tasks of the trainer's own tests, on the GPU."""
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU())
+    model = MultiHead(trunk, features=64).cuda()
+    tasks = []
+    for number in range(3):
+        x, y = (torch.cat(part) for part in zip(*blobs(number), strict=True))
+        tasks.append(Task(f"t{number}", 3, x, y, x[::3], y[::3], x, y))
+    config = TrainingConfig(epochs=12, batch_size=48, lr=1e-2, patience=2, **options)
+    trainer = Trainer(model, method(model), tuple(tasks), config, seed=0, device="cuda")
+    with patch.object(Captured, "capture", capture):
+        while trainer.advance():
+            pass
+    return trainer
+
+
+KINDS = {
+    "FineTune": FineTune,
+    "AGSCL": lambda m: AGSCL(m, mu=12, lam=1000, rho=0.3, example_input=torch.zeros(2, 16).cuda()),
+    "AGSCL per step": lambda m: AGSCL(m, mu=12, lam=1000, prox_every="step", example_input=torch.zeros(2, 16).cuda()),
+    "EWC": lambda m: EWC(m, lam=100.0),
+    "SI": lambda m: SI(m, c=1.0),
+    "RWalk": lambda m: RWalk(m, lam=1.0),
+    "MAS": lambda m: MAS(m, lam=1.0),
+    "L2": lambda m: L2(m, lam=0.1),
+    "HAT": lambda m: HAT(m, c=0.5),
+    "PackNet": lambda m: PackNet(m, share=0.5),
+    "GPM": lambda m: GPM(m, threshold=0.95),
+    "LwF": LwF,
+    "Frozen": Frozen,
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_replayed_graphs_train_as_the_same_steps_do_one_by_one(name):
+    captured, plain = trained(KINDS[name]), trained(KINDS[name], capture=False)
+    for one, other in zip(captured.losses, plain.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    assert captured.accuracies == pytest.approx(plain.accuracies, abs=0.05)
+
+
+def test_with_the_same_arithmetic_replayed_graphs_give_the_same_bits():
+    captured, plain = trained(KINDS["AGSCL"]), trained(KINDS["AGSCL"], capture=False)
+    assert captured.losses == plain.losses
+    for name, value in captured.model.state_dict().items():
+        assert torch.equal(value, plain.model.state_dict()[name]), name
+    assert captured.accuracies == plain.accuracies
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"compile": True}])
+def test_other_arithmetic_ends_near_the_plain_one(options):
+    fast, plain = trained(KINDS["AGSCL"], **options), trained(KINDS["AGSCL"])
+    average = [sum(each.accuracies[-1]) / 3 for each in (fast, plain)]
+    assert average[0] == pytest.approx(average[1], abs=0.1)

@@ -91,6 +91,42 @@ def test_the_penaltys_gradient_is_autograds_of_the_written_formula(name):
         torch.testing.assert_close(method.penalty(), formula.detach().double())
 
 
+@each
+@pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)])
+def test_a_steady_penalty_steps_as_far_as_the_anchor_and_no_further(name, rate):
+    setting = "c" if name == "si" else "lam"
+    method, _model, optimizer = fresh(name, steady=True, **{setting: 1e6})
+    second_task(method, optimizer)
+    protected = method.protected()
+    before = {key: parameter.detach().clone() for key, parameter in protected.items()}
+    for parameter in protected.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.param_groups[0]["lr"] = rate
+    with torch.no_grad():
+        method._add_penalty(optimizer, None)
+        for key, parameter in protected.items():
+            after = parameter - rate * parameter.grad
+            assert bool(((after - method.anchors[key]).abs() <= (before[key] - method.anchors[key]).abs() + 1e-6).all())
+            if name == "l2":
+                torch.testing.assert_close(after, method.anchors[key])
+
+
+@each
+def test_a_weak_steady_penalty_is_the_plain_one(name):
+    gradients = []
+    for steady in (False, True):
+        method, _model, optimizer = fresh(name, steady=steady, **{"c" if name == "si" else "lam": 1e-4})
+        second_task(method, optimizer)
+        protected = method.protected()
+        for parameter in protected.values():
+            parameter.grad = torch.zeros_like(parameter)
+        with torch.no_grad():
+            method._add_penalty(optimizer, None)
+        gradients.append([parameter.grad for parameter in protected.values()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_separate_penalties_of_ewc_are_the_sum_over_tasks_of_a_fisher_and_anchor_each():
     method, model, optimizer = fresh("ewc", fisher="exact")
     weights, written = trunk(model), []
@@ -242,8 +278,7 @@ def test_the_sampled_fisher_squares_the_gradient_for_one_drawn_class_per_sample(
     with torch.no_grad():
         labels = [picked(model(x, "t0"), places) for (x, _), places in method._with_draws(blobs(0), model)]
     losses = (
-        F.cross_entropy(model(x, "t0"), y[None])
-        for (x, _), y in zip(samples(blobs(0)), torch.cat(labels), strict=True)
+        F.cross_entropy(model(x, "t0"), y[None]) for (x, _), y in zip(samples(blobs(0)), torch.cat(labels), strict=True)
     )
     expected = slow(trunk(model), ([(loss, 1.0)] for loss in losses))
     method.end_task(blobs(0))
@@ -381,7 +416,7 @@ def test_a_weight_of_a_single_number_has_a_fisher_too(kind):
         def forward(self, x):
             return self.scale * self.body(x)
 
-    method, model = measured(Scaled, fisher=kind)
+    method, _model = measured(Scaled, fisher=kind)
     method.end_task(blobs(0))
     assert method.importances["trunk.scale"].shape == ()
     assert method.importances["trunk.scale"] > 0

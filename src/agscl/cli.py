@@ -50,6 +50,8 @@ def run(
     batch_size: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     lr: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
     set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
+    tasks: Annotated[str | None, _shown("NAME", "(default: the preset's)")] = None,
+    task_options: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
     fast: bool = False,
     threads: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
@@ -70,6 +72,8 @@ def run(
         batch_size: Examples per step.
         lr: Learning rate at the start of each task.
         set: Settings of the method or of training, e.g. --set mu=20 lam=inf patience=5.
+        tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
+        task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
         device: Where to train, e.g. cpu or cuda.
         fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
         threads: CPU threads; a resumed run keeps the number it was started with.
@@ -83,6 +87,7 @@ def run(
     from agscl.terminal import Progress, say, summary
 
     changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | _settings(method, set)
+    changed |= _tasks(tasks, task_options)
     if resume is None:
         with _as_wrong_use():
             config = configure(preset, method=method, seed=seed, device=device, **changed)
@@ -141,6 +146,8 @@ def compare(
     batch_size: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     lr: Annotated[float | None, _shown("X", "(default: the preset's)")] = None,
     set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
+    tasks: Annotated[str | None, _shown("NAME", "(default: the preset's)")] = None,
+    task_options: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
     fast: bool = False,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
@@ -161,6 +168,8 @@ def compare(
         batch_size: Examples per step.
         lr: Learning rate at the start of each task.
         set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set ewc.lam=400.
+        tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
+        task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
         device: Where to train, e.g. cpu or cuda.
         fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
         runs: The folder that holds all runs.
@@ -175,6 +184,7 @@ def compare(
         names = list(METHODS) if methods == "all" else [each for each in methods.split(",") if listed(each)]
     common, own = _settings_for(names, set)
     changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | common
+    changed |= _tasks(tasks, task_options)
     folder = runs / (name or _named(f"compare-{preset}", device, changed | own))
     _check_group(folder, runs, "comparison")
     if seeds < 1:
@@ -209,6 +219,8 @@ def search(
     name: Annotated[str | None, _shown("NAME", "(default: made from preset, method and changes)")] = None,
     epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
     set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
+    tasks: Annotated[str | None, _shown("NAME", "(default: the preset's)")] = None,
+    task_options: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
     fast: bool = False,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
@@ -226,6 +238,8 @@ def search(
         name: The search's folder under --runs.
         epochs: Epochs per task.
         set: Settings that stay as given, e.g. --set eta=0.8; a searched one starts there.
+        tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
+        task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
         device: Where to train, e.g. cpu or cuda.
         fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
         runs: The folder that holds all runs.
@@ -236,7 +250,7 @@ def search(
     from agscl.terminal import say, searched
 
     with _as_wrong_use():
-        changed = _given(epochs=epochs) | _speed(device, fast) | _settings(method, set)
+        changed = _given(epochs=epochs) | _speed(device, fast) | _settings(method, set) | _tasks(tasks, task_options)
     folder = runs / (name or _named(f"search-{preset}-{method}", device, changed))
     _check_group(folder, runs, "search")
 
@@ -506,6 +520,20 @@ def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[
         else:
             common.append(pair)
     return _settings("finetune", tuple(common)), own
+
+
+def _tasks(tasks: str | None, options: tuple[str, ...]) -> dict[str, Any]:
+    """What --tasks and --task-options say."""
+    found: dict[str, Any] = {}
+    for pair in options:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise WrongUse(f"--task-options takes KEY=VALUE, e.g. size=32, not {pair!r}")
+        try:
+            found[key] = json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        except json.JSONDecodeError:
+            found[key] = text
+    return _given(tasks=tasks, task_options=found or None)
 
 
 def _speed(device: str, fast: bool) -> dict[str, Any]:

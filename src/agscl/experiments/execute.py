@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,15 @@ def execute(
 
 def load_tasks(config: RunConfig) -> TaskSequence:
     """The task sequence of a run."""
-    sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    try:
+        sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    except (ValueError, TypeError) as error:  # an option that there is not, or a value that cannot be
+        raise RunError(f"{config.tasks}: {error}") from error
+    if config.training.validates and any(task.valid_x is None for task in sequence) and not config.hold_out:
+        raise RunError(
+            f"{config.tasks} has no validation examples, which the preset {config.preset} chooses epochs by: set some "
+            "apart with --task-options validation=0.1, or use --set patience=none restore_best=false"
+        )
     return tuple(task.with_validation(config.hold_out, config.seed) for task in sequence)
 
 
@@ -105,9 +113,20 @@ def comparable(result: dict[str, Any]) -> dict[str, Any]:
 def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Trainer:
     """A new trainer of what is called `name`, on a new model."""
     first = sequence[0]
-    model, method = build(config, name, first.inputs(first.train_x[:2]))
+    example = first.inputs(first.train_x[:2])
+    model, method = build(config, name, example)
+    wanted = getattr(model.trunk, "input_shape", None)
+    if wanted is not None and tuple(example.shape[1:]) != tuple(wanted):
+        raise RunError(
+            f"the network {config.network} reads inputs of {_sides(wanted)}; those of {config.tasks} are "
+            f"{_sides(example.shape[1:])}. Data of your own take a size: --task-options size={wanted[-1]}"
+        )
     kind = Joint if name == "joint" else Trainer
     return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
+
+
+def _sides(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))
 
 
 def build(

@@ -161,9 +161,14 @@ def configure(
     device: str = "cpu",
     reference: bool = True,
     hold_out: float = 0.0,
+    tasks: str | None = None,
+    task_options: Options | None = None,
     **changes: Any,
 ) -> RunConfig:
-    """The run of a preset with a method; `changes` are fields of `TrainingConfig` and settings of the method."""
+    """The run of a preset with a method; `changes` are fields of `TrainingConfig` and settings of the method.
+
+    `tasks` names another task sequence than the preset's, e.g. "folder:PATH"; `task_options` are added to its options.
+    """
     if preset not in PRESETS:
         known = "; ".join(f"{name} ({each.about})" for name, each in PRESETS.items())
         raise ValueError(f"no preset is called {preset!r}. There are: {known}")
@@ -187,8 +192,8 @@ def configure(
         method=method,
         seed=seed,
         device=device,
-        tasks=chosen.tasks,
-        task_options=chosen.task_options,
+        tasks=tasks or chosen.tasks,
+        task_options={**({} if tasks else chosen.task_options), **(task_options or {})},
         network=chosen.network,
         network_options=chosen.network_options,
         training=replace(chosen.training, **{key: value for key, value in changes.items() if key not in own}),

@@ -12,7 +12,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,10 +28,12 @@ AHEAD = 3
 class Captured:
     """The training of one task, epoch by epoch. Without CUDA the same steps run uncaptured, which tests make use of."""
 
+    capture: ClassVar[bool] = True  # false: nor on a GPU
+
     def __init__(self, trainer: Trainer, optimizer: Optimizer) -> None:
         self.trainer, self.optimizer = trainer, optimizer
         config, device = trainer.config, trainer.device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.capture else None
         self.graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
         self.warm: set[int | str] = set()
         self.met = False  # whether the task's first step is done
