@@ -55,6 +55,7 @@ def run(
     device: Annotated[str, _shown("DEVICE")] = "cpu",
     fast: bool = False,
     threads: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    tensorboard: bool = False,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
 ) -> int:
@@ -77,15 +78,19 @@ def run(
         device: Where to train, e.g. cpu or cuda.
         fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
         threads: CPU threads; a resumed run keeps the number it was started with.
+        tensorboard: Also write losses and accuracies for TensorBoard, into the run's folder; a finished run's too.
         runs: The folder that holds all runs.
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
     """
     from agscl.experiments.execute import Interrupted, execute
     from agscl.experiments.presets import PRESETS, RunConfig, configure
     from agscl.runs import Run, is_finished
+    from agscl.runs.board import Board
     from agscl.runs.folder import read_json
     from agscl.terminal import Progress, say, summary
 
+    if tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise WrongUse("TensorBoard is not installed: pip install 'agscl[tensorboard]'")
     changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | _settings(method, set)
     changed |= _tasks(tasks, task_options)
     if resume is None:
@@ -108,9 +113,20 @@ def run(
     if is_finished(folder):
         with Run(folder) as finished:
             finished.claim(config.as_dict())
+        if tensorboard:
+            Board(folder, config.training.epochs).close()
         say(f"{folder} is finished; nothing to do. Its result:")
         summary(read_json(folder / "result.json"), folder)
         return DONE
+
+    boards: list[Board] = []
+
+    def show(event: dict[str, Any]) -> None:
+        progress.show(event)
+        if boards:
+            boards[0].write(event)
+        elif tensorboard:
+            boards.append(Board(folder, config.training.epochs))  # with all that the log holds, this event too
 
     with Run(folder) as current, _signals() as stopped, Progress(config) as progress:
         if current.checkpoints.numbers():
@@ -122,7 +138,7 @@ def run(
                 checkpoint_every=checkpoint_every,
                 threads=threads or PRESETS[config.preset].threads,
                 stop=stopped,
-                watch=progress.show,
+                watch=show,
                 note=say,
             )
         except Interrupted:
@@ -130,6 +146,9 @@ def run(
             progress.close()
             say(f"Stopped; a checkpoint is stored. Continue with: agscl run --resume {folder.name}{elsewhere}")
             return STOPPED
+        finally:
+            for board in boards:
+                board.close()
     summary(result, folder)
     return DONE
 

@@ -31,7 +31,8 @@ class WeightConfig:
     """BatchNorm statistics: those of task 1 for good, in training too; each task its own; or updated by every task."""
     steady: bool = False
     """Whether the penalty's own step may go as far as the anchor and no further: for plain SGD, where a strong penalty
-    overshoots more and more otherwise and training diverges. Importances count up to 1 / (2 · strength · rate) then."""
+    overshoots more and more otherwise and training diverges. Importances then count up to the value at which a step,
+    and what momentum makes of it, ends at the anchor: (1 − momentum) / (2 · strength · rate)."""
 
     def __post_init__(self) -> None:
         self._one_of("batchnorm", "freeze", "per_task", "shared")
@@ -171,9 +172,13 @@ class WeightMethod(Method):
     def _steady_curvatures(
         self, optimizer: Optimizer, parameters: list[Tensor], importances: list[Tensor] | None
     ) -> list[Tensor]:
-        """2 · strength · importance of each weight, at most 1 / rate."""
-        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        limits = [1 / torch.as_tensor(rates[id(p)], dtype=p.dtype, device=p.device) for p in parameters]
+        """2 · strength · importance of each weight, at most (1 − momentum) / rate."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        limits = [
+            (1 - groups[id(p)].get("momentum", 0.0))
+            / torch.as_tensor(groups[id(p)]["lr"], dtype=p.dtype, device=p.device)
+            for p in parameters
+        ]
         if importances is None:
             return [limit.clamp(max=2 * self.strength) for limit in limits]
         curvatures = torch._foreach_mul(importances, 2 * self.strength)
