@@ -82,9 +82,8 @@ def methods() -> str:
     lines = ["| a training step, plain = 1 | " + " | ".join(name for name, *_ in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for name in here["step"]:
-        if name != "plain":
-            cells = [_ratio(found.get(name), limits.get(name)) for _, found, limits in columns]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        cells = [_ratio(found.get(name), limits.get(name)) for _, found, limits in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     measured = [(place, found["importance"]["methods"]) for place, found in (("CPU", here), ("GPU", gpu)) if found]
     lines += ["", "| importances of a task, in epochs | " + " | ".join(place for place, _ in measured) + " |"]
     lines.append("|---" * (len(measured) + 1) + "|")
@@ -117,8 +116,6 @@ def avalanche() -> str:
     lines = ["| method | " + " | ".join(f"{title} | Avalanche's" for title in titles) + " |", "|---" * 7 + "|"]
     alike = {"ewc": f"ewc fisher=batched batch={result['batch']}", "mas": f"mas batch={result['batch']}"}
     for name in theirs["step"]:
-        if name == "plain":
-            continue
         cells = []
         for what in ("step", "small_step"):
             cells += [f"{found[what][name]['ratio']['median']:.3f}" for found in (result, theirs)]

@@ -318,7 +318,7 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "nosuch"], "no preset is called 'nosuch'. There are: digits"),
+        (["run", "nosuch"], "no preset is called 'nosuch'. There are:\n  digits"),
         (["run", "--epochs", "0"], "epochs must be at least 1"),
         (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, ewc"),
         (["run", "--set", "rho=2"], "rho must be above 0 and at most 1"),

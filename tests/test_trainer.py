@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from agscl.experiments.methods import METHODS
 from agscl.heads import MultiHead
 from agscl.methods.agscl import AGSCL
+from agscl.methods.base import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.runs import digest
 from agscl.runs.checkpoints import flatten, unflatten
@@ -147,6 +149,24 @@ def test_captured_steps_stopped_after_any_epoch_and_continued_end_with_the_same_
         continued = make_trainer(method, config)
         continued.load_state_dict(stored)
         assert outcome(continued) == expected, f"after {stopped_after} units"
+
+
+@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.bound])
+def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name):
+    def train(engine):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU())
+        model = MultiHead(trunk, features=24)
+        kind = METHODS[name].load()
+        example = {"example_input": TASKS[0].train_x[:2]} if issubclass(kind, NodeMethod) else {}
+        trainer = Trainer(model, kind(model, **example), TASKS, replace(QUICK, engine=engine, epochs=4), seed=0)
+        outcome(trainer)
+        return trainer
+
+    plain, captured = train("plain"), train("captured")
+    for one, other in zip(plain.losses, captured.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-2, abs=1e-3)
+    assert [len(row) for row in captured.valid_accuracies] == [1, 2, 3]
 
 
 def test_a_run_begun_with_plain_steps_goes_on_with_captured_ones():

@@ -64,7 +64,8 @@ def run(
     The same command continues a run that was interrupted, at the step where it stood.
 
     Args:
-        preset: The experiment: digits (5 tasks of 2 digits, no download) or omniglot5 (needs AGSCL_DATA).
+        preset: The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or
+            tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data` gets what they need.
         method: What is compared with fine-tuning; `agscl methods` lists them. finetune runs the reference alone.
         seed: Draws the tasks, the first weights and the order of the batches.
         name: The run's folder under --runs.

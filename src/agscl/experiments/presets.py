@@ -170,8 +170,8 @@ def configure(
     `tasks` names another task sequence than the preset's, e.g. "folder:PATH"; `task_options` are added to its options.
     """
     if preset not in PRESETS:
-        known = "; ".join(f"{name} ({each.about})" for name, each in PRESETS.items())
-        raise ValueError(f"no preset is called {preset!r}. There are: {known}")
+        known = "\n".join(f"  {name:15} {each.about}" for name, each in PRESETS.items())
+        raise ValueError(f"no preset is called {preset!r}. There are:\n{known}")
     if seed < 0:
         raise ValueError(f"a seed is 0 or more, not {seed}")
     try:
