@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from agscl import EWC, SI, PackNet, Together
 from agscl.experiments.methods import METHODS
 from agscl.heads import MultiHead
 from agscl.methods.agscl import AGSCL
@@ -167,6 +168,22 @@ def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name):
     for one, other in zip(plain.losses, captured.losses, strict=True):
         assert one == pytest.approx(other, rel=1e-2, abs=1e-3)
     assert [len(row) for row in captured.valid_accuracies] == [1, 2, 3]
+
+
+def test_methods_together_are_captured_if_each_of_them_can_be():
+    model = make_trainer(FineTune).model
+    together = Together(EWC(model), SI(model))
+    assert (together.capturable, together.same_every_epoch, together.version) == (True, True, 0)
+    pruning = PackNet(make_trainer(FineTune).model)
+    assert not Together(pruning, SI(pruning.model)).same_every_epoch
+
+
+def test_what_counts_steps_in_python_is_not_captured():
+    made = make_trainer(AGSCL)
+    method = AGSCL(made.model, prox_every=2, example_input=TASKS[0].train_x[:2])
+    with pytest.raises(ValueError, match=r"prox_every=2.*use engine='plain'"):
+        Trainer(made.model, method, TASKS, replace(QUICK, engine="captured"), seed=0)
+    assert not Trainer(made.model, method, TASKS, QUICK, seed=0).captures
 
 
 def test_a_run_begun_with_plain_steps_goes_on_with_captured_ones():

@@ -106,6 +106,10 @@ class AGSCL(NodeMethod):
         super().__init__(model, **options)
 
     @property
+    def capturable(self) -> bool:
+        return self.config.prox_every in ("epoch", "step", 1)
+
+    @property
     def free(self) -> Tensor:
         """(groups,) nodes that were never important."""
         return self.first == NEVER

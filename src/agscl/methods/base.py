@@ -129,8 +129,6 @@ class Method:
     """
 
     Config: ClassVar[type[Any]] = NoSettings
-    same_every_epoch: ClassVar[bool] = True
-    """Whether `end_epoch` does the same work each time, so that a CUDA graph may hold it."""
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
         known = [field.name for field in fields(self.Config)]
@@ -148,11 +146,28 @@ class Method:
         self._requires: list[tuple[nn.Parameter, bool]] = []
         self._rates: dict[int, list[float | Tensor]] = {}  # per optimizer, the rate of each group at its last step
         self._steps = 0  # optimizer steps in this task
-        self.version = 0  # counts up when what a step does has changed, so that a captured one is out of date
+        self._version = 0
         self._warned: set[str] = set()
         self._head_digests: dict[str, str] = {}
         self._epochs: int | None = None
         self._steps_per_epoch: int | None = None
+
+    # For whoever captures steps as CUDA graphs ------------------------------------------------------------------------
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph may hold a step: nothing is counted in Python from step to step."""
+        return True
+
+    @property
+    def same_every_epoch(self) -> bool:
+        """Whether `end_epoch` does the same work each time, so that a graph may hold it."""
+        return True
+
+    @property
+    def version(self) -> int:
+        """Counts up when what a step does has changed: a captured one is out of date then."""
+        return self._version
 
     # The seams -----------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,6 @@ class PackNet(StillMethod):
 
     Config = PackNetConfig
     config: PackNetConfig
-    same_every_epoch = False  # at one of them it prunes
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.owner: dict[str, Tensor] = {}  # per packed weight, uint8 of its shape: FREE, or the task's number + 1
@@ -69,6 +68,10 @@ class PackNet(StillMethod):
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
         )
+
+    @property
+    def same_every_epoch(self) -> bool:
+        return False  # at one of them it prunes
 
     # A task ----------------------------------------------------------------------------------------------------------
 
@@ -152,7 +155,7 @@ class PackNet(StillMethod):
             weight.masked_fill_(owner == FREE, 0.0)
         self._pruned = self._steps
         self._fix()
-        self.version += 1
+        self._version += 1
 
     @torch.no_grad()
     def _end(self, batches: Iterable[Any], forward: Forward) -> None:

@@ -39,6 +39,18 @@ class Together(Method):
             sorted(methods, key=lambda m: (isinstance(m, WeightMethod), type(m).__name__, repr(m))),
         )
 
+    @property
+    def capturable(self) -> bool:
+        return all(method.capturable for method in self.methods)
+
+    @property
+    def same_every_epoch(self) -> bool:
+        return all(method.same_every_epoch for method in self.methods)
+
+    @property
+    def version(self) -> int:
+        return sum(method.version for method in self.methods)
+
     def begin_task(
         self, task: str, *optimizers: Optimizer, epochs: int | None = None, steps_per_epoch: int | None = None
     ) -> None:

@@ -74,6 +74,8 @@ class Captured:
             self._launch("end", lambda: self._end_epoch(False))
             if trainer.method.version != self.method_version:
                 self.method_version = trainer.method.version
+                if self.stream is not None:
+                    torch.cuda.synchronize(trainer.device)  # a graph under way must not be dropped
                 self.graphs.clear()
         self._note_figures()
         trainer.epoch, trainer.step = trainer.epoch + 1, 0

@@ -120,9 +120,11 @@ class Trainer:
         self.seed = seed
         self.emit = emit
         self.device = next(model.parameters()).device if device is None else torch.device(device)
-        if config.engine == "captured" and not self.capturable:
-            raise ValueError(f"{type(self).__name__} cannot be captured as CUDA graphs: use engine='plain'")
-        automatic = config.engine == "auto" and self.device.type == "cuda" and self.capturable
+        capturable = self.capturable and method.capturable
+        if config.engine == "captured" and not capturable:
+            what = type(self).__name__ if method.capturable else repr(method)
+            raise ValueError(f"steps of {what} cannot be captured as CUDA graphs: use engine='plain'")
+        automatic = config.engine == "auto" and self.device.type == "cuda" and capturable
         self.captures = config.engine == "captured" or automatic
         self._captured: Captured | None = None  # of the task under way
         self._compiled: Callable[..., Any] | None = None
