@@ -279,7 +279,9 @@ def contract() -> str:
             mark = "diverged" if row["saved"] is None else f"{row['saved']:.2f}"
             marks.append(mark if row["checks"] == "passed" and not row["complaint"] else f"*{mark}*")
         lines.append(f"| {name} | " + " | ".join(marks) + " |")
-    return "\n".join([*lines, "", f"{held} of {len(cells)} cells hold; the others are in italics. {source(result)}"])
+    commits = dict.fromkeys(row["commit"].split()[0][:7] for row in cells.values())
+    note = f"{held} of {len(cells)} cells hold; any others are in italics. Measured at {', '.join(commits)}; the last:"
+    return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 
 def memory() -> str:

@@ -13,6 +13,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from agscl.certificate import verify
 from agscl.heads import MultiHead
 from agscl.methods.base import Method, SelfCheckWarning
 from agscl.methods.finetune import FineTune
@@ -331,12 +333,26 @@ def old_heads_stay_put(cell: Cell, make: Make) -> None:
         raise ContractBroken(f"the first task's head moved during the second: {', '.join(names)}")
 
 
+def certificates_hold(cell: Cell, make: Make) -> None:
+    model = cell.model()
+    method, optimizer = make(model), cell.optimizer_of(model)
+    certificates = []
+    for number in range(3):
+        cell.learn(model, method, optimizer, number, epochs=4)
+        certificates.append(method.certificate())
+    method.close()
+    verdict = verify(certificates, model.state_dict())
+    if not verdict.ok:
+        raise ContractBroken(f"its certificates do not hold: {'; '.join(verdict.lines)}")
+
+
 CHECKS: dict[str, Callable[[Cell, Make], None]] = {
     "closure": a_closure_gives_the_same_weights,
     "resume": resuming_in_the_middle_of_a_task_changes_no_bit,
     "memory": memory_reported_is_memory_held,
     "close": nothing_is_left_behind,
     "heads": old_heads_stay_put,
+    "certificates": certificates_hold,
 }
 
 
@@ -415,12 +431,18 @@ def measure(
         cell = Cell(network, optimizer, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SelfCheckWarning)
-            plain, guarded = cell.accuracies(FineTune), cell.accuracies(lambda model: method(model, **settings))
+            plain, guarded = _fine_tuning(network, optimizer, seed), cell.accuracies(lambda m: method(m, **settings))
         report.fine_tuning_lost.append(forgetting_of(plain))
         report.method_lost.append(forgetting_of(guarded))
         report.fine_tuning_average.append(sum(plain[-1]) / len(plain))
         report.method_average.append(sum(guarded[-1]) / len(guarded))
     return report
+
+
+@cache
+def _fine_tuning(network: str, optimizer: str, seed: int) -> list[list[float]]:
+    """What every method in a cell is compared with."""
+    return Cell(network, optimizer, seed).accuracies(FineTune)
 
 
 def _check_idle(cell: Cell, method: type[Method], settings: Mapping[str, Any]) -> None:
