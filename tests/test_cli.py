@@ -328,7 +328,10 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
         (["run", "--seed", "-1"], "a seed is 0 or more"),
         (["run", "--name", "../elsewhere"], "plain folder name"),
         (["run", "--method", "finetune", "--set", "mu=3"], "finetune has no setting 'mu'. It has: epochs"),
-        (["run", "--method", "ewc", "--set", "mu=3"], "ewc has no setting 'mu'. It has: batchnorm, lam, fisher"),
+        (
+            ["run", "--method", "ewc", "--set", "mu=3"],
+            "ewc has no setting 'mu'. It has: batchnorm, steady, lam",
+        ),
         (["run", "--device", "abacus"], "device 'abacus' is not to be had"),
         (["run", "--resume", "nosuch"], "no run is called 'nosuch'"),
         (["run", "--resume"], "no unfinished run"),

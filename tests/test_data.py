@@ -15,6 +15,7 @@ import threading
 import time
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -532,7 +533,8 @@ class TestCommand:
         whole = hub.datasets["ylecun/mnist"]["mnist/train/0000.parquet"]
         hub.stalls[:] = [len(whole) // 2]
         command = [sys.executable, "-m", "agscl.cli", "data", "get", "mnist"]
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background may not hear SIGINT
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard)
         part = data / "mnist" / "train.parquet.part"
         deadline = time.monotonic() + 60
         while not (part.exists() and part.stat().st_size == len(whole) // 2):

@@ -164,7 +164,7 @@ def test_omniglots_settings_are_the_form_behind_the_papers_table():
 def test_changes_are_checked_by_name_and_value():
     config = configure("digits", method="ewc", epochs=3, lam=7.0, patience=2)
     assert (config.training.epochs, config.training.patience, config.settings["lam"]) == (3, 2, 7.0)
-    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. It has: batchnorm, lam"):
+    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. It has: batchnorm, steady, lam"):
         configure("digits", method="ewc", mu=3.0)
     with pytest.raises(ValueError, match="lam must be"):
         configure("digits", method="ewc", lam=-1.0)
