@@ -356,7 +356,7 @@ def filled(text: str) -> str:
     """The page with each section between its markers made anew."""
     for name, make in SECTIONS.items():
         pattern = re.compile(rf"(<!-- {name}: made by make docs -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = pattern.sub(lambda found, make=make: f"{found[1]}{make()}\n{found[2]}", text)
+        text = pattern.sub(lambda found, make=make: f"{found[1]}{make() or 'Not measured yet.'}\n{found[2]}", text)
     return text
 
 
