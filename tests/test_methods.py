@@ -13,6 +13,7 @@ from torch import nn
 
 from agscl import AGSCL, FineTune, MultiHead
 from agscl.methods.base import SelfCheckWarning, _Hooks
+from agscl.methods.fresh import choose
 from loops import adam, bits, blobs, learn, mlp, same
 
 SETTINGS = {"mu": 12, "lam": 1000, "rho": 0.3}
@@ -98,7 +99,18 @@ def test_a_plain_model_must_say_where_its_heads_are():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mu": -1}, {"lam": -1}, {"rho": 0}, {"rho": 1.5}, {"eta": 0}, {"prox_every": 0}, {"zero_init": "no"}]
+    "wrong",
+    [
+        {"mu": -1},
+        {"lam": -1},
+        {"rho": 0},
+        {"rho": 1.5},
+        {"eta": 0},
+        {"prox_every": 0},
+        {"zero_init": "no"},
+        {"by_layer": "no"},
+        {"rand_init": "no"},
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -215,7 +227,9 @@ def test_the_ablation_without_proximal_steps_adds_the_gradient_of_the_penalised_
 # Resume ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, {**SETTINGS, "prox_every": 3}, {**SETTINGS, "prox": False}])
+@pytest.mark.parametrize(
+    "settings", [SETTINGS, {**SETTINGS, "prox_every": 3, "by_layer": "both"}, {**SETTINGS, "prox": False}]
+)
 @pytest.mark.parametrize("known", ["example input", "first forward"])
 def test_resumed_in_the_middle_of_a_task_it_continues_bit_identically(settings, known):
     whole, model, optimizer = fresh(**settings)
@@ -320,6 +334,75 @@ def test_thresholds_are_divided_among_the_proximal_steps_of_an_epoch(every):
         return norm - after
 
     torch.testing.assert_close(shrunk(every), torch.full((32,), 0.1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("by_layer", ["none", "mu", "lam", "both"])
+def test_each_layer_can_have_its_own_strengths_with_the_mean_over_all_nodes_kept(by_layer):
+    method, model, optimizer = fresh(mu=8.0, lam=1000.0, by_layer=by_layer)
+    learn(method, optimizer, 0)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer)
+    free, important = method.free, ~method.free
+    first = torch.arange(64) < 32  # 16 weights and a bias per node there, 32 and a bias in the second layer
+    assert all(bool((rows & layer).any()) for rows in (free, important) for layer in (first, ~first))
+    sizes = torch.where(first, 17.0, 33.0).sqrt()
+    mu = sizes / sizes.mean() if by_layer in ("mu", "both") else torch.ones(64)
+    torch.testing.assert_close(method._mu, mu[free])
+    omega = method.omega.clone()
+    if by_layer in ("lam", "both"):
+        for layer in (first, ~first):
+            omega[layer & important] *= method.omega[important].mean() / method.omega[layer & important].mean()
+    torch.testing.assert_close(method._omega, omega[important])
+    assert torch.equal(method._omega, method.omega[important]) == (by_layer in ("none", "mu"))
+
+
+def test_layers_with_strengths_of_their_own_shrink_by_these():
+    method, model, optimizer = fresh(mu=1.0, lam=1.0, by_layer="mu")
+    model.add_head("t0", 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def norms():
+        return torch.stack(
+            [torch.cat([layer.weight, layer.bias[:, None]], 1).norm(dim=1).detach() for layer in model.trunk[::2]]
+        )
+
+    method.begin_task("t0", optimizer)
+    for x, y in blobs(0):
+        F.cross_entropy(model(x, "t0"), y).backward()
+        optimizer.zero_grad()  # no gradient: the step moves nothing
+        optimizer.step()
+    before = norms()
+    method.end_epoch()
+    sizes = torch.tensor([17.0, 33.0]).sqrt()
+    expected = (0.1 * sizes / sizes.mean())[:, None].expand(2, 32)
+    torch.testing.assert_close(before - norms(), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_fresh_weights_can_be_limited_to_what_a_layer_has_just_put_to_use():
+    method, model, optimizer = fresh(**{**SETTINGS, "rho": 1.0}, rand_init="needed")
+    learn(method, optimizer, 0)
+    free, new = method.free.view(2, 32), ~method.free.view(2, 32)
+    alive = torch.stack([layer.weight.detach().norm(dim=1) > 0 for layer in model.trunk[::2]])
+    assert (alive & free).sum(1).tolist() == torch.minimum(free.sum(1), new.sum(1)).tolist()
+    every = torch.ones(64, dtype=torch.bool)
+    some = torch.arange(64) >= 59  # 5 of the second layer, none of the first
+    chosen = choose(method.graph, every, 0.5, torch.Generator(), some)
+    assert chosen.view(2, 32).sum(1).tolist() == [0, 5]
+    assert choose(method.graph, every, 0.5, torch.Generator()).view(2, 32).sum(1).tolist() == [16, 16]
+
+
+def test_importances_can_grow_from_task_to_task():
+    def omegas(eta):
+        method, _, optimizer = fresh(**SETTINGS, eta=eta)
+        learn(method, optimizer, 0)
+        first = method.omega.clone()
+        learn(method, optimizer, 1)
+        return first, method.omega
+
+    first, second = omegas(1.5)
+    assert bool((second >= 1.5 * first - 1e-6).all())
+    first, second = omegas(0.5)
+    assert not bool((second >= first).all())
 
 
 def test_the_rate_in_force_is_that_of_the_last_step_not_of_a_scheduler_stepped_since():

@@ -22,7 +22,7 @@ from agscl.certificate import NEVER
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
 from agscl.methods.batchnorm import FrozenStatistics, KeptStatistics, settle_statistics
-from agscl.methods.fresh import choose, refresh
+from agscl.methods.fresh import choose, in_first_layer, refresh
 from agscl.methods.ledger import Ledger
 from agscl.nodes import Rows
 from agscl.probing import undisturbed
@@ -42,13 +42,15 @@ class AGSCLConfig:
     rho: float = 0.3
     """ρ: share of each layer's free nodes that get fresh weights after a task."""
     eta: float = 0.9
-    """η: how much of a node's importance lasts from task to task."""
+    """η: what a node's importance is multiplied by from task to task; below 1 it fades, above 1 it grows."""
     prox_every: Literal["epoch", "step"] | int = "epoch"
     """When the proximal step runs: each epoch, each step or every so many; thresholds are scaled to match."""
     zero_init: Literal["paper", "while_free", "off"] = "paper"
     """(I.1) Weights from a free node into an important one: 0 for ever, 0 while the source is free, or left."""
-    rand_init: bool = True
-    """(I.2) Whether free nodes get fresh weights after a task."""
+    by_layer: Literal["none", "mu", "lam", "both"] = "none"
+    """Whether each layer has its own μ (by the root of a node's number of weights), λ (importances of one mean)."""
+    rand_init: bool | Literal["needed"] = True
+    """(I.2) Whether free nodes get fresh weights after a task; needed: no more than became important in the layer."""
     fresh: Literal["default", "start"] = "default"
     """Fresh weights: the layer's own initialiser, or those the model started with (a pre-trained network)."""
     prox: bool = True
@@ -68,10 +70,12 @@ class AGSCLConfig:
         check(self.mu >= 0 and math.isfinite(self.mu), f"mu must be a finite number of at least 0, not {self.mu}")
         check(self.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {self.lam}")
         check(0 < self.rho <= 1, f"rho must be above 0 and at most 1, not {self.rho}; rand_init=False turns it off")
-        check(0 < self.eta <= 1, f"eta must be above 0 and at most 1, not {self.eta}")
+        check(self.eta > 0 and math.isfinite(self.eta), f"eta must be a finite number above 0, not {self.eta}")
         whole = isinstance(self.prox_every, int) and not isinstance(self.prox_every, bool) and self.prox_every >= 1
         check(whole or self.prox_every in ("epoch", "step"), "prox_every is 'epoch', 'step' or a number of steps")
         check(self.zero_init in ("paper", "while_free", "off"), "zero_init is 'paper', 'while_free' or 'off'")
+        check(self.by_layer in ("none", "mu", "lam", "both"), "by_layer is 'none', 'mu', 'lam' or 'both'")
+        check(self.rand_init in (True, False, "needed"), "rand_init is True, False or 'needed'")
         check(self.fresh in ("default", "start"), "fresh is 'default' or 'start'")
         check(self.importance_mode in ("eval", "train"), "importance_mode is 'eval' or 'train'")
 
@@ -140,11 +144,10 @@ class AGSCL(NodeMethod):
             important = (~self.free)[norm.groups.to(self.first.device)]
             if bool(important.any()):
                 self._kept.append(KeptStatistics(norm.module, important))
-        joined = torch.cat([layer.groups for layer in self.graph.layers.values()]).bincount(minlength=self.graph.size)
-        self._sizes = joined.sqrt().to(self.omega.device)[self._free.groups]  # √ nodes that are one group; mostly 1
+        self._set_strengths()
         self._find_rates()
         self._reset_counts()
-        norms = group_norms(self._free.take(), self._free.members) if len(self._free) else torch.zeros(1)
+        norms = group_norms(self._free.take(), self._free.members) / self._mu if len(self._free) else torch.zeros(1)
         self._norms = [float(norms.min()), float(norms.median())]
         self._before = [] if self.config.prox else Rows(self.graph, self.first >= 0).take()
         self._check_penalty()
@@ -176,6 +179,23 @@ class AGSCL(NodeMethod):
                 later = source[reader.columns().to(first.device)] > rows
                 if bool(later.any()):
                     self._masks.append((layer.weight, torch.empty_like(layer.weight, dtype=torch.bool).copy_(later)))
+
+    def _set_strengths(self) -> None:
+        """Of each free group, what multiplies μ; of each important one, Ω."""
+        joined = torch.cat([layer.groups for layer in self.graph.layers.values()]).bincount(minlength=self.graph.size)
+        mu, omega = joined.sqrt().to(self.omega), self.omega.clone()  # √ nodes that are one group; mostly 1
+        if self.config.by_layer in ("mu", "both"):
+            weights = torch.zeros_like(mu)
+            for _, parameter, groups in self.graph.parameters():
+                size = mu.new_full((len(groups),), parameter[0].numel())
+                weights.index_add_(0, groups.to(mu.device), size)
+            mu *= weights.sqrt() / weights.sqrt().mean()
+        if self.config.by_layer in ("lam", "both"):
+            mean = omega[~self.free].mean()
+            for here in in_first_layer(self.graph):
+                mine = here.to(omega.device) & ~self.free
+                omega[mine] *= mean / omega[mine].mean()
+        self._mu, self._omega = mu[self._free.groups], omega[self._important.groups]
 
     def _find_rates(self) -> None:
         """Where the rate of each layer's weight stands: (optimizer, parameter group)."""
@@ -265,10 +285,10 @@ class AGSCL(NodeMethod):
         alpha = self._alpha()
         self._reach += (alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share
         if len(self._free) and self.config.mu:
-            thresholds = self._per_group(alpha, self._free) * self._sizes * (self.config.mu * share)
+            thresholds = self._per_group(alpha, self._free) * self._mu * (self.config.mu * share)
             self._free.put(shrink(self._free.take(), thresholds, self._free.members))
         if len(self._important) and self.config.lam:
-            thresholds = self.omega[self._important.groups]
+            thresholds = self._omega
             if math.isinf(self.config.lam):
                 thresholds = torch.full_like(thresholds, math.inf)  # also at rate 0
             else:
@@ -303,8 +323,8 @@ class AGSCL(NodeMethod):
             if not len(rows):
                 continue
             away = rows.take() if anchors is None else torch._foreach_sub(rows.take(), anchors)
-            strengths = self.config.mu if anchors is None else self.config.lam * self.omega[rows.groups]
-            strengths = torch.ones(len(rows), device=self.omega.device) * strengths * (1.0 if scale is None else scale)
+            strengths = self.config.mu * self._mu if anchors is None else self.config.lam * self._omega
+            strengths = strengths * (1.0 if scale is None else scale)
             pushes = gradients(away, strengths, rows.members)
             for parameter, index, push in zip(rows.parameters, rows.index, pushes, strict=True):
                 if parameter.grad is not None:
@@ -334,7 +354,7 @@ class AGSCL(NodeMethod):
         active = self.omega > 0 if self.config.prox else self.omega >= self.config.tau
         self.first[active & ~before] = len(self.tasks) - 1
         self._self_check()
-        self._reinitialise()
+        self._reinitialise(active & ~before)
         self.anchors = Rows(self.graph, ~self.free).take()
         self._ledger.restart()
         self._figures = self._figures_of(before.cpu(), changed)
@@ -367,8 +387,11 @@ class AGSCL(NodeMethod):
         return (group_norms(away, rows.members) >= self.config.tau).cpu()
 
     @torch.no_grad()
-    def _reinitialise(self) -> None:
-        """(I.1) what free nodes feed is set to zero; (I.2) then some of them get fresh incoming weights."""
+    def _reinitialise(self, new: Tensor) -> None:
+        """(I.1) what free nodes feed is set to zero; (I.2) then some of them get fresh incoming weights.
+
+        `new` are the groups that just became important.
+        """
         assert self.task is not None
         free = torch.cat([self.free, torch.zeros_like(self.free[:1])])  # the last: columns that read no node
         mine = {id(module) for module in self.heads.of(self.task, self.tasks).modules()}
@@ -382,13 +405,15 @@ class AGSCL(NodeMethod):
             state = self._draws.get_state().to(self.omega.device)
             dist.broadcast(state, 0)
             self._draws.set_state(state.cpu())
-        chosen = choose(self.graph, self.free.cpu(), self.config.rho, self._draws)
+        needed = new.cpu() if self.config.rand_init == "needed" else None
+        chosen = choose(self.graph, self.free.cpu(), self.config.rho, self._draws, needed)
         refresh(self.graph, chosen, self._draws, self._optimizers, self._start)
 
     def _let_go(self) -> None:
         for kept in self._kept:
             kept.close()
-        self._kept, self._masks, self._sizes = [], [], torch.empty(0)
+        self._kept, self._masks = [], []
+        self._mu = self._omega = torch.empty(0)
 
     # What it reports -------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,29 @@ from torch.optim import Optimizer
 
 from agscl.nodes import NodeGraph
 
-__all__ = ["choose", "refresh"]
+__all__ = ["choose", "in_first_layer", "refresh"]
 
 
-def choose(graph: NodeGraph, free: Tensor, share: float, draws: torch.Generator) -> Tensor:
-    """A random share of each layer's free groups, n − ⌊n(1−share)⌋ of n; a group counts in its first layer."""
-    chosen, seen = torch.zeros_like(free), torch.zeros_like(free)
+def in_first_layer(graph: NodeGraph) -> Iterator[Tensor]:
+    """Of each layer, the groups (groups,) that no layer before it has: a group counts there."""
+    seen = torch.zeros(graph.size, dtype=torch.bool)
     for layer in graph.layers.values():
-        here = torch.zeros_like(free)
+        here = torch.zeros_like(seen)
         here[layer.groups] = True
-        candidates = (here & free & ~seen).nonzero().flatten()
+        yield here & ~seen
         seen |= here
+
+
+def choose(
+    graph: NodeGraph, free: Tensor, share: float, draws: torch.Generator, needed: Tensor | None = None
+) -> Tensor:
+    """A random share of each layer's free groups, n − ⌊n(1−share)⌋ of n, but no more than are `needed` there."""
+    chosen = torch.zeros_like(free)
+    for here in in_first_layer(graph):
+        candidates = (here & free).nonzero().flatten()
         count = len(candidates) - math.floor(len(candidates) * (1 - share))
+        if needed is not None:
+            count = min(count, int((here & needed).sum()))
         chosen[candidates[torch.randperm(len(candidates), generator=draws)[:count]]] = True
     return chosen
 

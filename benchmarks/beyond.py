@@ -1,0 +1,131 @@
+"""Can AGS-CL do better with the same network and no stored data? Variants of it on tinyimagenet32, several seeds each.
+
+AGSCL_DATA=FOLDER python benchmarks/beyond.py --device cuda --fast     # results/beyond.json
+
+Each variant differs from the paper's form, at the strength that was found for it, in what its name says. A second
+strength is tried for each, since a variant may need another. Goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+from pathlib import Path
+from typing import Any
+
+from measured import record
+from supervised import run
+
+from agscl.analysis import metrics
+from agscl.experiments.compare import MEASURES, Job, spread
+from agscl.experiments.execute import Interrupted
+from agscl.experiments.presets import configure, fastest
+from agscl.runs.folder import read_json
+
+PRESET = "tinyimagenet32"
+BASE = "the paper's form"
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASE: {},
+    "proximal step every step": {"prox_every": "step"},
+    "η 0.5": {"eta": 0.5},
+    "η 1: importances add up": {"eta": 1.0},
+    "η 1.2: importances grow": {"eta": 1.2},
+    "μ by layer": {"by_layer": "mu"},
+    "λ by layer": {"by_layer": "lam"},
+    "μ and λ by layer": {"by_layer": "both"},
+    "fresh weights where needed": {"rand_init": "needed"},
+    "no fresh weights": {"rand_init": False},
+    "fresh weights for all free nodes": {"rho": 1.0},
+}
+
+
+def plan(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[tuple[str, float, Job]]:
+    """(variant, λ, run) of all."""
+    chosen = arguments.variants or list(VARIANTS)
+    return [
+        (
+            name,
+            lam,
+            Job(
+                configure(
+                    PRESET,
+                    method="agscl",
+                    seed=seed,
+                    device=arguments.device,
+                    reference=False,
+                    **changes,
+                    **{"lam": lam, **VARIANTS[name]},
+                ),
+                arguments.runs / "beyond" / f"{list(VARIANTS).index(name)}-lam{lam:g}-seed{seed}",
+            ),
+        )
+        for lam in arguments.lam
+        for seed in range(arguments.seeds)
+        for name in chosen
+    ]
+
+
+def collected(planned: list[tuple[str, float, Job]]) -> list[dict[str, Any]]:
+    """A row for each variant and strength, and by how much it beats the paper's form, seed by seed."""
+    outcomes = {
+        (name, lam, job.config.seed): read_json(job.folder / "result.json")["methods"]["agscl"]
+        for name, lam, job in planned
+        if job.finished
+    }
+    rows = []
+    for name, lam in dict.fromkeys((name, lam) for name, lam, _ in planned):
+        mine = {seed: one for (variant, strength, seed), one in outcomes.items() if (variant, strength) == (name, lam)}
+        if not mine:
+            continue
+        gains = [
+            one["average_accuracy"] - outcomes[BASE, lam, seed]["average_accuracy"]
+            for seed, one in mine.items()
+            if (BASE, lam, seed) in outcomes
+        ]
+        rows.append(
+            {
+                "variant": name,
+                "settings": {"lam": lam, **VARIANTS[name]},
+                "seeds": list(mine),
+                "valid_accuracy": spread([metrics.average_accuracy(one["valid_accuracies"]) for one in mine.values()]),
+                "gain": spread(gains),
+                "free_at_the_end": spread([one["statistics"][-1]["sparsity"] for one in mine.values()]),
+                "learned": spread([statistics.mean(row[-1] for row in one["accuracies"]) for one in mine.values()]),
+                **{key: spread([one[key] for one in mine.values()]) for key in MEASURES if key != "plasticity"},
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=None)
+    parser.add_argument("--lam", nargs="+", type=float, default=[1000.0, 10_000.0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=Path("results/beyond.json"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
+    if arguments.epochs is not None:
+        changes["epochs"] = arguments.epochs
+    planned = plan(arguments, changes)
+    try:
+        run(arguments, [job for _, _, job in planned], arguments.jobs)
+    except Interrupted:
+        print("stopped at the deadline; the same command continues", flush=True)
+    rows = collected(planned)
+    for row in rows:
+        print(f"{row['variant']:34} {row['settings']} {row['average_accuracy']} gain {row['gain']}", flush=True)
+    finished = all(job.finished for _, _, job in planned)
+    record(arguments.out, {"preset": PRESET, "changes": changes, "rows": rows, "complete": finished})
+
+
+if __name__ == "__main__":
+    main()
