@@ -20,7 +20,7 @@ def main() -> None:
     arguments = parser.parse_args()
     words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "tests/test_cuda.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    print(done.stdout[-1500:])
+    print(done.stdout[-10_000:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     record(arguments.out, {"exit_code": done.returncode, "counts": counts})
     sys.exit(done.returncode)

@@ -1,6 +1,7 @@
 """How fast the paper's loop runs on tinyimagenet32 with AGS-CL, way by way: steps one by one, captured, and so on.
 
 python benchmarks/fast.py [--device cuda] [--whole] [--seeds 5]     # writes results/benchmarks/fast_<device>.json
+python benchmarks/fast.py --agree 3         # whether the ways end alike: results/benchmarks/agree_<device>.json
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from measured import record
 
 from agscl import tasks
+from agscl.experiments.compare import spread
 from agscl.experiments.execute import _set_arithmetic, execute, make_trainer
 from agscl.experiments.presets import configure
 from agscl.runs import Run
@@ -42,6 +44,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "channels last, compiled": {"engine": "plain", "channels_last": True, "compile": True},
     },
 }
+COMPARED = ("captured", "captured, bf16, channels last, compiled", "channels last")
 
 
 def finish(device: str) -> float:
@@ -66,9 +69,11 @@ def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, ep
     return {"way": way, "ms_per_step": 1000 * (end - warm) / steps, "seconds_before": warm - start}
 
 
-def whole_run(seed: int, device: str, way: dict[str, Any]) -> dict[str, Any]:
-    """All ten tasks of a hundred epochs as a run on disk, certificates and checkpoints included."""
+def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) -> dict[str, Any]:
+    """All ten tasks as a run on disk, certificates and checkpoints included."""
     start = time.perf_counter()
+    warnings.simplefilter("ignore")
+    way = {**way, "epochs": epochs}
     config = configure(PRESET, method="agscl", seed=seed, device=device, reference=False, **SETTINGS, **way)
     with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
         result = execute(config, run, checkpoint_every=60.0)
@@ -83,18 +88,38 @@ def whole_run(seed: int, device: str, way: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
+    """Average accuracy and forgetting of short runs, way by way and seed by seed."""
+    ways = {name: way for name, way in WAYS[device].items() if name in (*COMPARED, "plain")}
+    work = [(seed, device, way, epochs) for way in ways.values() for seed in range(seeds)]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        runs = pool.starmap(whole_run, work, chunksize=1)
+    found = {}
+    for number, name in enumerate(ways):
+        mine = runs[number * seeds : (number + 1) * seeds]
+        found[name] = {key: spread([run[key] for run in mine]) for key in ("average_accuracy", "forgetting")}
+        print(name, found[name], flush=True)
+    return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--whole", action="store_true", help="also one whole run, the fastest way")
     parser.add_argument("--seeds", type=int, default=0, help="also so many whole runs side by side")
+    parser.add_argument("--agree", type=int, default=0, metavar="SEEDS", help="instead: runs of so many seeds each way")
+    parser.add_argument("--jobs", type=int, default=2, help="with --agree: runs at a time")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     device = arguments.device
     if device == "cpu":
         torch.set_num_threads(1)
+    if arguments.agree:
+        found = agree(arguments.agree, device, arguments.epochs, arguments.jobs)
+        record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), found)
+        return
     start = time.perf_counter()
     sequence = tasks.load(PRESET, seed=0)
     print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
@@ -106,7 +131,7 @@ def main() -> None:
         except Exception as error:
             rows[name] = {"way": way, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
-    found: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "ways": rows}
+    found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "ways": rows}
     if arguments.whole:
         found["whole"] = whole_run(0, device, FAST if device == "cuda" else {})
         print(found["whole"], flush=True)

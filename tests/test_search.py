@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -14,8 +15,28 @@ def test_an_axis_tries_the_base_and_what_its_factors_make_of_it():
     assert [one["rho"] for one in Axis("rho", values=(0.1, 0.5)).tried({"rho": 0.3})] == [0.1, 0.3, 0.5]
 
 
+def test_a_search_goes_beyond_the_first_and_the_last_value_by_the_step_next_to_it():
+    axis = Axis("lam", (0.1, 0.5, 1.0, 3.0))
+    tried = {1.0, 5.0, 10.0, 30.0}
+    assert axis.further({"lam": 1.0, "mu": 7.0}, tried) == [{"lam": 0.2, "mu": 7.0}]
+    assert axis.further({"lam": 30.0}, tried) == [{"lam": 90.0}]
+    assert axis.further({"lam": 5.0}, tried) == []
+    assert Axis("rho", values=(0.1, 0.5)).further({"rho": 0.5}, {0.1, 0.5}) == []
+
+
+@pytest.mark.parametrize("best", [50.0, 500.0, 1e9])
+def test_a_search_ends_where_the_best_value_has_worse_ones_on_both_sides(tmp_path, monkeypatch, best):
+    monkeypatch.setitem(AXES, "l2", (Axis("lam", (0.1, 1.0, 10.0)),))
+    monkeypatch.setattr(searching, "_judge", lambda job: 1 / (1 + abs(math.log(job.config.settings["lam"] / best))))
+    found = searching.search("digits", "l2", tmp_path, lambda jobs: None, lam=1.0)
+    tried = sorted(one.settings["lam"] for one in found)
+    assert tried == [0.1, 1, 10, 100, 1000, 10_000][: 5 if best == 50 else 6], "three steps further at the most"
+    assert found[0].settings["lam"] == {50.0: 100.0, 500.0: 1000.0, 1e9: 10_000.0}[best]
+
+
 def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "agscl", (Axis("lam", (0.0001, 1.0)), Axis("mu", (0.5, 1.0))))
+    monkeypatch.setattr(searching, "STEPS", 0)
     asked = ["search", "digits", "--method", "agscl", "--epochs", "2", "--runs", str(tmp_path), "--name", "s"]
     assert main(asked) == 0
     shown = capsys.readouterr().out

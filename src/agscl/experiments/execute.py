@@ -101,10 +101,8 @@ def load_tasks(config: RunConfig) -> TaskSequence:
 
 
 def _set_arithmetic(precision: str) -> None:
-    """Let a GPU multiply float32 numbers as TF32 and try which kernels are fastest, or forbid both."""
-    fast = precision != "float32"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = fast
-    torch.backends.cudnn.benchmark = fast
+    """Let a GPU multiply float32 numbers as TF32, or forbid it."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
 def comparable(result: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ SEED = 1000
 HOLD_OUT = 0.1
 """Share of the training examples that judges, where a sequence has no validation examples of its own."""
 FACTORS = (0.1, 1 / 3, 1.0, 3.0, 10.0)
+STEPS = 3
+"""How often a search goes beyond the values of an axis."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,13 @@ class Axis:
         now = base[self.setting]
         values = [float(f"{factor * now:.3g}") for factor in self.factors] + list(self.values)
         return [{**base, self.setting: value} for value in sorted({now, *values})]
+
+    def further(self, best: Mapping[str, Any], values: Collection[float]) -> list[dict[str, Any]]:
+        """One step beyond the `values` tried, where the best is the first or the last of them."""
+        if not self.factors or best[self.setting] not in (min(values), max(values)):
+            return []
+        low, high = self.factors[:2] if best[self.setting] == min(values) else self.factors[-1:-3:-1]
+        return [{**best, self.setting: float(f"{best[self.setting] * low / high:.3g}")}]
 
 
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -52,7 +61,8 @@ AXES: dict[str, tuple[Axis, ...]] = {
     "l2": (Axis("lam", FACTORS),),
     "gpm": (Axis("threshold", values=(0.9, 0.95, 0.97, 0.99)),),
 }
-"""One setting after the other: the next starts from the best so far."""
+"""One setting after the other: the next starts from the best so far. Where the best value is the first or the last of
+those tried, the search goes on beyond it."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +94,18 @@ def search(
     best = {axis.setting: base[axis.setting] for axis in AXES[method]}
     tried: dict[str, Tried] = {}
     for axis in AXES[method]:
-        jobs = {
-            name_of(settings): _job(preset, method, seed, folder, settings, changes) for settings in axis.tried(best)
-        }
-        run(list(jobs.values()))
-        for settings in axis.tried(best):
-            tried[name_of(settings)] = Tried(settings, _judge(jobs[name_of(settings)]))
-        order = sorted(tried.values(), key=lambda one: -1.0 if one.valid_accuracy is None else one.valid_accuracy)
-        best = order[-1].settings
+        settings, values = axis.tried(best), set()
+        for _ in range(1 + STEPS):
+            jobs = [_job(preset, method, seed, folder, each, changes) for each in settings]
+            run(jobs)
+            for each, job in zip(settings, jobs, strict=True):
+                tried[name_of(each)] = Tried(each, _judge(job))
+                values.add(each[axis.setting])
+            order = sorted(tried.values(), key=lambda one: -1.0 if one.valid_accuracy is None else one.valid_accuracy)
+            best = order[-1].settings
+            settings = axis.further(best, values) if order[-1].valid_accuracy is not None else []
+            if not settings:
+                break
     found = order[::-1]
     write_atomically(
         folder / "search.json",
