@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "μ and λ by layer": {"by_layer": "both"},
     "fresh weights where needed": {"rand_init": "needed"},
     "no fresh weights": {"rand_init": False},
+    "nodes below 0.1 of their layer stay free": {"spare": 0.1},
+    "nodes below 0.3 of their layer stay free": {"spare": 0.3},
     "fresh weights for all free nodes": {"rho": 1.0},
 }
 

@@ -6,7 +6,8 @@ in the same run, and the time to measure importances in epochs of plain training
 Every method is in its second task, so all it adds to a step is at work; what it does at the end of an epoch is spread
 over the epoch's steps. All take turns, a step each, in an order drawn anew for every round, with a plain step between
 any two. A ratio is that of a step to the plain ones beside it, in processor time on one thread; medians and quartiles
-are over rounds. On a GPU, CUDA events time the step as it is and captured in a CUDA graph. What most methods add does
+are over rounds. On a GPU, CUDA events time the step as it is and captured in a CUDA graph, as is then the end of an
+epoch. What most methods add does
 not depend on the batch: on a CPU, steps on batches of 16 show it more sharply.
 
 With --avalanche, the plugins of the same names in Avalanche are timed in the same run, by an interpreter that has it:
@@ -141,17 +142,22 @@ def captured(contender: Contender) -> Callable[[], None]:
         for _ in range(3):
             contender.step()
     torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
     contender.optimizer.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        contender.step()
+    replay = graph_of(contender.step)
     weight = next(contender.model.heads["second"].parameters())
     before = weight.detach().clone()
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     if torch.equal(before, weight):
         raise RuntimeError("the captured step moves no weight")
+    return replay
+
+
+def graph_of(act: Callable[[], object]) -> Callable[[], None]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        act()
     return graph.replay
 
 
@@ -161,36 +167,43 @@ def time_steps(contenders: dict[str, Contender], batch: Batch, rounds: int, step
         contender.batch = batch
     acts = {name: one.step for name, one in contenders.items() if name != PLAIN}
     taken = take_turns(contenders[PLAIN].step, acts, rounds, device, times)
-    return {name: figures(taken[name], time_epoch_end(contenders[name], device), steps) for name in acts}
+    ends = {name: one.method.end_epoch for name, one in contenders.items() if one.method is not None}
+    return {name: figures(taken[name], time_epoch_end(acts[name], ends[name], device), steps) for name in acts}
 
 
 def time_captured(contenders: dict[str, Contender], rounds: int, steps: int) -> dict[str, Any]:
     """As `time_steps`; a method whose step cannot be captured gives the reason."""
     replays: dict[str, Callable[[], None]] = {}
+    ends: dict[str, Callable[[], None]] = {}
     found: dict[str, Any] = {}
     for name, contender in contenders.items():
         try:
             replays[name] = captured(contender)
+            if contender.method is not None:
+                repeats = contender.method.same_every_epoch
+                ends[name] = graph_of(contender.method.end_epoch) if repeats else contender.method.end_epoch
         except Exception as error:  # the others are still worth timing
             found[name] = {"error": reason(error)}
             print(f"{name} cannot be captured: {error}")
     if PLAIN not in replays:
         return found
     taken = take_turns(replays.pop(PLAIN), replays, rounds, "cuda", 10)
-    return found | {name: figures(taken[name], time_epoch_end(contenders[name], "cuda"), steps) for name in replays}
+    return found | {
+        name: figures(taken[name], time_epoch_end(replay, ends[name], "cuda"), steps)
+        for name, replay in replays.items()
+    }
 
 
 def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def time_epoch_end(contender: Contender, device: str) -> float:
-    """Seconds that the method takes at the end of an epoch; steps as in training come before it."""
+def time_epoch_end(step: Callable[[], None], end: Callable[[], None], device: str) -> float:
+    """Seconds that a method takes at the end of an epoch; a step as in training comes before it."""
     taken = []
-    assert contender.method is not None
     for _ in range(6):
-        contender.step()
-        taken.append(clocked(contender.method.end_epoch, device))
+        step()
+        taken.append(clocked(end, device))
     return float(summary(taken[1:])["median"])
 
 

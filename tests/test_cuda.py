@@ -256,6 +256,22 @@ def test_with_the_same_arithmetic_replayed_graphs_give_the_same_bits():
     assert captured.accuracies == plain.accuracies
 
 
+def test_the_graphs_of_one_task_leave_no_memory_behind_for_the_next():
+    reserved = []
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 64), nn.ReLU())
+    model = MultiHead(trunk, features=64).cuda()
+    x, y = torch.randn(4096, 16), torch.randint(3, (4096,))
+    tasks = tuple(Task(f"t{number}", 3, x, y, x, y, x, y) for number in range(6))
+    config = TrainingConfig(epochs=4, batch_size=3000)
+    trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
+    while trainer.advance():
+        if trainer._optimizer is None:
+            reserved.append(torch.cuda.memory_reserved())
+    assert len(reserved) == 6
+    assert reserved[-1] < reserved[1] + 2**25, reserved
+
+
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"compile": True}])
 def test_other_arithmetic_ends_near_the_plain_one(options):
     fast, plain = trained(KINDS["AGSCL"], **options), trained(KINDS["AGSCL"])

@@ -109,6 +109,7 @@ def test_a_plain_model_must_say_where_its_heads_are():
         {"prox_every": 0},
         {"zero_init": "no"},
         {"by_layer": "no"},
+        {"spare": 1.0},
         {"rand_init": "no"},
     ],
 )
@@ -389,6 +390,28 @@ def test_fresh_weights_can_be_limited_to_what_a_layer_has_just_put_to_use():
     chosen = choose(method.graph, every, 0.5, torch.Generator(), some)
     assert chosen.view(2, 32).sum(1).tolist() == [0, 5]
     assert choose(method.graph, every, 0.5, torch.Generator()).view(2, 32).sum(1).tolist() == [16, 16]
+
+
+def test_nodes_that_matter_little_can_be_kept_free_and_old_outputs_stay_exact_all_the_same():
+    def learned(spare):
+        method, model, optimizer = fresh(mu=8.0, lam=math.inf, rho=0.3, spare=spare)
+        learn(method, optimizer, 0)
+        return method, model, optimizer
+
+    every, _, _ = learned(0.0)
+    method, model, optimizer = learned(0.5)
+    spared = method.free & ~every.free
+    assert bool(spared.any())
+    for layer in range(2):
+        rows = slice(32 * layer, 32 * layer + 32)
+        limit = 0.5 * every.omega[rows][~every.free[rows]].mean()
+        assert torch.equal(spared[rows], ~every.free[rows] & (every.omega[rows] < limit))
+    assert bool((method.omega[method.free] == 0).all())
+    assert bool((model.heads["t0"].weight[:, method.free[32:]] == 0).all()), "what is free is not read"
+    x = blobs(0)[0][0]
+    before = model(x, "t0")
+    learn(method, optimizer, 1)
+    assert torch.equal(before, model(x, "t0"))
 
 
 def test_importances_can_grow_from_task_to_task():

@@ -51,6 +51,8 @@ class AGSCLConfig:
     """Whether each layer has its own μ (by the root of a node's number of weights), λ (importances of one mean)."""
     rand_init: bool | Literal["needed"] = True
     """(I.2) Whether free nodes get fresh weights after a task; needed: no more than became important in the layer."""
+    spare: float = 0.0
+    """Nodes whose importance is below this share of their layer's mean are not kept: they stay free."""
     fresh: Literal["default", "start"] = "default"
     """Fresh weights: the layer's own initialiser, or those the model started with (a pre-trained network)."""
     prox: bool = True
@@ -74,6 +76,7 @@ class AGSCLConfig:
         whole = isinstance(self.prox_every, int) and not isinstance(self.prox_every, bool) and self.prox_every >= 1
         check(whole or self.prox_every in ("epoch", "step"), "prox_every is 'epoch', 'step' or a number of steps")
         check(self.zero_init in ("paper", "while_free", "off"), "zero_init is 'paper', 'while_free' or 'off'")
+        check(0 <= self.spare < 1, f"spare must be at least 0 and below 1, not {self.spare}")
         check(self.by_layer in ("none", "mu", "lam", "both"), "by_layer is 'none', 'mu', 'lam' or 'both'")
         check(self.rand_init in (True, False, "needed"), "rand_init is True, False or 'needed'")
         check(self.fresh in ("default", "start"), "fresh is 'default' or 'start'")
@@ -351,14 +354,25 @@ class AGSCL(NodeMethod):
         changed = self._changed(before)
         omega = (self.config.eta * self.omega + measured).to(self.omega.dtype)
         self.omega = torch.where(before, omega.clamp(min=torch.finfo(omega.dtype).tiny), omega)  # never free again
-        active = self.omega > 0 if self.config.prox else self.omega >= self.config.tau
-        self.first[active & ~before] = len(self.tasks) - 1
+        new = (self.omega > 0 if self.config.prox else self.omega >= self.config.tau) & ~before
+        if self.config.spare:
+            new &= ~self._spared(new)
+        self.first[new] = len(self.tasks) - 1
         self._self_check()
-        self._reinitialise(active & ~before)
+        self._reinitialise(new)
         self.anchors = Rows(self.graph, ~self.free).take()
         self._ledger.restart()
         self._figures = self._figures_of(before.cpu(), changed)
         self._let_go()
+
+    def _spared(self, new: Tensor) -> Tensor:
+        """(groups,) those of the `new` ones that matter too little to be kept; their importance is 0 again."""
+        spared = torch.zeros_like(new)
+        for here in in_first_layer(self.graph):
+            mine = here.to(new.device) & (new | ~self.free)
+            spared |= mine & new & (self.omega < self.config.spare * self.omega[mine].mean())
+        self.omega[spared] = 0.0
+        return spared
 
     def _meet_head(self, batches: Iterable[Any], forward: Forward) -> Iterable[Any]:
         """Run one batch if need be, so that the columns of this task's head are known."""

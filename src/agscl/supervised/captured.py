@@ -45,8 +45,6 @@ class Captured:
         self.stalled = torch.tensor(trainer._stalled, device=device)
         self.figures = torch.zeros(3, dtype=torch.float64, device=device)  # loss, validation loss, rate of an epoch
         self.launched: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()  # epochs not told of yet
-        if config.restore_best and trainer._best_weights is None:
-            trainer._best_weights = {name: value.clone() for name, value in trainer._trained(optimizer).items()}
 
     @property
     def rate(self) -> Tensor:
@@ -74,9 +72,7 @@ class Captured:
             self._launch("end", lambda: self._end_epoch(False))
             if trainer.method.version != self.method_version:
                 self.method_version = trainer.method.version
-                if self.stream is not None:
-                    torch.cuda.synchronize(trainer.device)  # a graph under way must not be dropped
-                self.graphs.clear()
+                self._drop_graphs()
         self._note_figures()
         trainer.epoch, trainer.step = trainer.epoch + 1, 0
         if trainer.epoch == trainer.config.drop_at:
@@ -97,6 +93,18 @@ class Captured:
         self.tell()
         self.trainer._best_loss, self.trainer._stalled = float(self.best_loss), int(self.stalled)
 
+    def close(self) -> None:
+        """As `settle`, and give the graphs' memory back: those of the next task take their own."""
+        self.settle()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        if self.stream is not None:
+            torch.cuda.synchronize(self.trainer.device)  # a graph under way must not be dropped
+            self.graphs.clear()
+            torch.cuda.empty_cache()
+
     # What the graphs hold --------------------------------------------------------------------------------------------
 
     def _step(self, width: int) -> None:
@@ -115,6 +123,8 @@ class Captured:
         trainer, config = self.trainer, self.trainer.config
         if tell_method:
             trainer.method.end_epoch()
+        if config.restore_best and trainer._best_weights is None:  # never while this is captured: it has run before
+            trainer._best_weights = {name: value.clone() for name, value in trainer._trained(self.optimizer).items()}
         self.figures[0] = trainer._loss_sum / trainer.examples
         self.figures[2] = self.rate
         if config.validates:

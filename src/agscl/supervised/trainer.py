@@ -336,7 +336,7 @@ class Trainer:
 
     def _end_task(self) -> None:
         if self._captured is not None:
-            self._captured.settle()
+            self._captured.close()
             self._captured = None
         if self._best_weights is not None and self._optimizer is not None:
             for name, value in self._trained(self._optimizer).items():
