@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
 def source(result: dict[str, Any]) -> str:
     machine = result["machine"]
     place = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread(s)"
-    return f"`{result['command']}` at {result['commit'][:10]}, {place}, torch {machine['torch']}"
+    commits = ", ".join(result.get("commits", [result["commit"][:10]]))
+    return f"`{result['command']}` at {commits}, {place}, torch {machine['torch']}"
 
 
 def digits() -> str:
@@ -84,7 +86,11 @@ def methods() -> str:
     for name in here["step"]:
         cells = [_ratio(found.get(name), limits.get(name)) for _, found, limits in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    measured = [(place, found["importance"]["methods"]) for place, found in (("CPU", here), ("GPU", gpu)) if found]
+    measured = [
+        (place, found["importance"]["methods"])
+        for place, found in (("CPU", here), ("GPU", gpu))
+        if "importance" in found
+    ]
     lines += ["", "| importances of a task, in epochs | " + " | ".join(place for place, _ in measured) + " |"]
     lines.append("|---" * (len(measured) + 1) + "|")
     for name in measured[0][1]:
@@ -198,8 +204,9 @@ def comparison() -> str:
     return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
 
 
-def tinyimagenet32() -> str:
-    result = load("tinyimagenet32")
+def compared(name: str) -> str:
+    """Every method of a comparison, with the settings it had."""
+    result = load(name)
     if result is None:
         return ""
     lines = [
@@ -211,7 +218,25 @@ def tinyimagenet32() -> str:
         parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
         lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(of['seeds'])} | " + " | ".join(parts) + " |")
     missing = "" if result["complete"] else " Not all seeds have run yet."
-    return "\n".join([*lines, "", f"The first of seeds 0 to 4, as many as the table says.{missing} {source(result)}"])
+    return "\n".join([*lines, "", f"Seeds from 0 on, as many as the table says.{missing} {source(result)}"])
+
+
+def beyond() -> str:
+    result = load("beyond")
+    if result is None:
+        return ""
+    lines = [
+        "| variant | average accuracy, % | gain, seed by seed | just learned, % | forgetting, % | free nodes at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        keys = ("average_accuracy", "gain", "learned", "forgetting", "free_at_the_end")
+        parts = [_spread_of(row[key], 100, 1) for key in keys[:-1]] + [f"{100 * row[keys[-1]]['mean']:.0f} %"]
+        if not row["gain"]["values"] or not any(row["gain"]["values"]):
+            parts[1] = "–"
+        lines.append(f"| {row['variant']} | " + " | ".join(parts) + " |")
+    seeds = len(result["rows"][0]["seeds"])
+    return "\n".join([*lines, "", f"Seeds 0 to {seeds - 1}. {source(result)}"])
 
 
 SYMBOLS = {"lam": "λ", "mu": "μ", "rho": "ρ", "c": "c"}
@@ -344,8 +369,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "omniglot5": omniglot5,
     "omniglot50": omniglot50,
     "comparison": comparison,
-    "tinyimagenet32": tinyimagenet32,
+    "tinyimagenet32": partial(compared, "tinyimagenet32"),
     "search": search,
+    "omniglot-plain": partial(compared, "omniglot-plain"),
+    "beyond": beyond,
     "fast": fast,
     "contract": contract,
     "memory": memory,
