@@ -131,7 +131,7 @@ def main() -> None:
         except Exception as error:
             rows[name] = {"way": way, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
-    found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "ways": rows}
+    found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": arguments.epochs, "ways": rows}
     if arguments.whole:
         found["whole"] = whole_run(0, device, FAST if device == "cuda" else {})
         print(found["whole"], flush=True)

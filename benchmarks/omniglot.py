@@ -61,12 +61,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epochs", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=Path("results/omniglot5.json"))
+    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     jobs = [(seed, arguments.alphabets, arguments.device, arguments.epochs) for seed in range(arguments.seeds)]
     with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
         runs = pool.map(one, jobs)
-    record(arguments.out, {"preset": "omniglot5", "alphabets": arguments.alphabets, "runs": runs})
+    out = arguments.out or Path(f"results/omniglot{arguments.alphabets}.json")
+    record(out, {"preset": "omniglot5", "alphabets": arguments.alphabets, "runs": runs})
 
 
 if __name__ == "__main__":

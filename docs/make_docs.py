@@ -221,12 +221,48 @@ def compared(name: str) -> str:
     return "\n".join([*lines, "", f"Seeds from 0 on, as many as the table says.{missing} {source(result)}"])
 
 
+def authors() -> str:
+    """What the authors' code reached, and ours with the same settings where it ran with them."""
+    result = load("authors")
+    if result is None:
+        return ""
+    lines = ["| data | method | setting | their code, % | ours, % | our seeds |", "|---|---|---|---|---|---|"]
+    for name in ("tinyimagenet32", "omniglot-plain"):
+        for row in result[name]:
+            ours = _ours(name, row["method"], row["settings"])
+            setting = ", ".join(f"{SYMBOLS[key]} {value:g}" for key, value in row["settings"].items())
+            figure = _spread_of(spread_over(ours), 100, 1) if ours else "–"
+            lines.append(
+                f"| {name} | {row['method']} | {setting} | {100 * row['average_accuracy']:.1f} | {figure} | "
+                f"{len(ours) or '–'} |"
+            )
+    return "\n".join([*lines, "", result["note"]])
+
+
+def _ours(name: str, method: str, settings: dict[str, Any]) -> list[float]:
+    """Average accuracies of this library's runs with these settings, from whichever result has most of them."""
+    found: list[list[float]] = [[]]
+    compared = ((load(name) or {}).get("methods") or {}).get(method)
+    if compared and all(compared["settings"].get(key) == value for key, value in settings.items()):
+        found.append(compared["average_accuracy"]["values"])
+    fast = load("benchmarks/fast_cuda") or {}
+    if fast and (name, method) == (fast["preset"], fast["method"]):
+        full = {"mu": 10.0, "rho": 0.3, **fast["settings"]}
+        if full == settings:
+            found.append([run["average_accuracy"] for run in fast["side_by_side"]["runs"]])
+    return max(found, key=len)
+
+
+def spread_over(values: list[float]) -> dict[str, Any]:
+    return {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if len(values) > 1 else None}
+
+
 def beyond() -> str:
     result = load("beyond")
     if result is None:
         return ""
     lines = [
-        "| variant | average accuracy, % | gain, seed by seed | just learned, % | forgetting, % | free nodes at the end |",
+        "| variant | average accuracy, % | gain, seed by seed | just learned, % | forgetting, % | free at the end |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -265,13 +301,25 @@ def search() -> str:
     return "\n".join([*lines, "", f"Seed {result['seed']}.{note} {source(result)}"])
 
 
+def _ways(result: dict[str, Any]) -> list[str]:
+    plain = result["ways"]["plain"]["ms_per_step"]
+    lines = ["| way | ms per step | times as fast as plain |", "|---|---|---|"]
+    return lines + [
+        f"| {name} | {way['ms_per_step']:.{0 if plain > 100 else 2}f} | {plain / way['ms_per_step']:.2f} |"
+        for name, way in result["ways"].items()
+    ]
+
+
+def fast_cpu() -> str:
+    result = load("benchmarks/fast_cpu")
+    return "" if result is None else "\n".join([*_ways(result), "", source(result)])
+
+
 def fast() -> str:
     result = load("benchmarks/fast_cuda")
     if result is None:
         return ""
-    lines = ["| way | ms per step |", "|---|---|"]
-    for name, way in result["ways"].items():
-        lines.append(f"| {name} | {way['ms_per_step']:.2f} |")
+    lines = _ways(result)
     whole, several = result["whole"], result["side_by_side"]
     seeds = len(several["runs"])
     return "\n".join(
@@ -373,7 +421,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "search": search,
     "omniglot-plain": partial(compared, "omniglot-plain"),
     "beyond": beyond,
+    "authors": authors,
     "fast": fast,
+    "fast-cpu": fast_cpu,
     "contract": contract,
     "memory": memory,
 }

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,21 @@ class TestCache:
         with pytest.warns(UserWarning, match=r"cifar100 could not be kept .* set AGSCL_CACHE to a folder with 1 MB"):
             self.load()
         assert len(decodings) == 400
+
+    def test_of_several_that_ask_at_once_one_decodes_and_the_others_wait_for_it(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("AGSCL_CACHE", str(tmp_path))
+        made = []
+
+        def make():
+            made.append(1)
+            time.sleep(0.3)
+            return np.arange(12)
+
+        with ThreadPoolExecutor(4) as pool:  # a lock of an open file holds between threads as between processes
+            found = list(pool.map(lambda _: cache.cached("a", 1, 2, make), range(4)))
+        assert all(np.array_equal(each, np.arange(12)) for each in found)
+        assert len(made) == 1
+        assert [path.suffix for path in (tmp_path / "decoded").iterdir()] == [".npy"]
 
     def test_a_full_disk_leaves_no_half_written_file(self, data, monkeypatch):
         pictures.dataset(data, "cifar100", 100, 3, 1)

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
+from agscl.files import write_atomically
 from agscl.runs import Checkpoints, DifferentConfig, Run, RunError, digest, is_finished
 from agscl.runs.events import read_events
-from agscl.runs.files import write_atomically
 
 STATE = {
     "weights": {"a/b": torch.arange(6.0).view(2, 3), "a~b": torch.tensor(-0.0)},

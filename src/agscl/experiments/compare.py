@@ -21,9 +21,9 @@ from agscl.analysis import metrics
 from agscl.experiments.execute import Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
+from agscl.files import as_json, write_atomically
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import last_event
-from agscl.runs.files import as_json, write_atomically
 from agscl.runs.folder import read_json
 from agscl.tasks import DataMissing
 

@@ -30,6 +30,8 @@ from agscl.supervised import Trainer, TrainingFailed
 from agscl.supervised.trainer import Event, mixed_seed
 from agscl.tasks import TaskSequence
 
+AT_MOST = 20.0
+"""How much longer than the last checkpoint took the next one waits at least: it costs a twentieth of the time."""
 PROBED = 16
 """Random inputs on which a certificate keeps the outputs of all heads."""
 
@@ -55,8 +57,8 @@ def execute(
 ) -> dict[str, Any]:
     """Train what is not trained yet and return the result, also stored as result.json.
 
-    A checkpoint is written every `checkpoint_every` seconds and at the end of each task; between any two steps `stop`
-    is asked whether to store one and raise `Interrupted`.
+    A checkpoint is written every `checkpoint_every` seconds, less often where that takes long, and at the end of each
+    task; between any two steps `stop` is asked whether to store one and raise `Interrupted`.
     """
     run.claim(config.as_dict())
     _set_arithmetic(config.training.precision)
@@ -170,7 +172,7 @@ def _train(
 ) -> None:
     """Train one method to its end and put its outcome into `state`, which is what a checkpoint holds."""
     name: str = state["method"]
-    saved = time.monotonic()
+    saved, took = time.monotonic(), 0.0
 
     def emit(event: Event) -> None:
         event = {"method": name, "progress": trainer.progress, **event}
@@ -178,11 +180,12 @@ def _train(
         watch(event)
 
     def save() -> None:
-        nonlocal saved
+        nonlocal saved, took
         saved, before = time.monotonic(), saved
         state["seconds"][name] = state["seconds"].get(name, 0.0) + saved - before
         state["trainer"] = trainer.state_dict()
         run.save(state)
+        took = time.monotonic() - saved
 
     trainer.emit = emit
     learned = trainer.task_index
@@ -197,7 +200,7 @@ def _train(
             if stop():
                 save()
                 raise Interrupted
-            if time.monotonic() - saved >= checkpoint_every:
+            if time.monotonic() - saved >= max(checkpoint_every, AT_MOST * took):
                 save()
         outcome = _outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:

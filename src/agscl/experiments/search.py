@@ -11,7 +11,7 @@ from agscl.analysis import metrics
 from agscl.experiments.compare import Job
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
-from agscl.runs.files import as_json, write_atomically
+from agscl.files import as_json, write_atomically
 from agscl.runs.folder import read_json
 
 SEED = 1000

@@ -15,7 +15,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from agscl.runs.files import write_atomically
+from agscl.files import write_atomically
 
 FORMAT = 1
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from agscl.files import as_json, flush_folder, take, write_atomically
 from agscl.runs.checkpoints import Checkpoints
 from agscl.runs.events import EventLog
-from agscl.runs.files import as_json, flush_folder, write_atomically
 
 
 class RunError(Exception):
@@ -44,7 +43,7 @@ class Run:
             (self.folder / "certificates").mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / "lock", "ab")
             try:
-                _take(self._lock)
+                take(self._lock, wait=False)
             except OSError as error:
                 self._lock.close()
                 raise RunError(f"another process is writing {self.folder}; wait for it, or stop it") from error
@@ -135,15 +134,3 @@ def differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
             yield from differences(stored.get(key), given.get(key), f"{name}.{key}" if name else key)
     elif stored != given:
         yield f"{name} is {json.dumps(stored)} there, {json.dumps(given)} here"
-
-
-def _take(lock: IO[bytes]) -> None:
-    """Lock the file without waiting; the system lets go of it when this process ends, however it ends."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,11 +9,12 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from agscl.files import take
 from agscl.tasks.task import Array
 
 VERSION = 1
@@ -33,13 +34,34 @@ def cached(name: str, identity: object, state: object, make: Callable[[], Array]
     """The array that `make` makes, from disk where it was made before.
 
     `identity` says what it is, `state` what its sources look like now: with another state it is made anew and replaces
-    the old one. So it is when its file is damaged. Several processes may ask for the same array at once.
+    the old one. So it is when its file is damaged. Of several processes that ask for it at once, one makes it.
     """
     kind = f"{name}-{_short((VERSION, identity))}"
     path = home() / "decoded" / f"{kind}-{_short(state)}.npy"
     array = _open(path)
     if array is not None:
         return array
+    with _alone(path):
+        array = _open(path)  # another process may have made it meanwhile
+        return _made(name, kind, path, make) if array is None else array
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let other processes wait that want the same array; where no lock can be had, all of them make it."""
+    lock = path.with_suffix(".lock")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            take(stack.enter_context(open(lock, "ab")), wait=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()  # whoever waits looks for the array first, so that a lock made anew does no harm
+
+
+def _made(name: str, kind: str, path: Path, make: Callable[[], Array]) -> Array:
     array = make()
     try:
         _store(path, array)

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from agscl.files import flush_folder, take, write_atomically
 from agscl.tasks.progress import Bar
 from agscl.tasks.task import DataMissing
 
@@ -148,7 +148,7 @@ def fetch(remote: Remote, path: Path, bar: Callable[[str, int], Any] = Bar) -> N
                     "way changes it, or it was replaced: remove " + str(path.parent / PLAN) + " and try again"
                 )
     os.replace(part, path)
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
 
 
 def matches(path: Path, remote: Remote) -> bool:
@@ -279,39 +279,12 @@ def held(folder: Path) -> Iterator[None]:
             "~/.cache/agscl/data, where they are found as well"
         ) from error
     with open(folder / ".lock", "ab") as lock:
-        if sys.platform == "win32":
-            import msvcrt
-
-            while True:
-                with contextlib.suppress(OSError):
-                    msvcrt.locking(lock.fileno(), msvcrt.LK_LOCK, 1)
-                    break
-        else:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        take(lock, wait=True)
         yield
 
 
 def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise DownloadFailed(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name == "nt":  # a folder cannot be opened there, and a rename needs no flush
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,12 +1,13 @@
-"""Writing files so that a dead process or a power cut leaves none of them half written."""
+"""Files written so that a dead process or a power cut leaves none of them half written, and locks between processes."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def as_json(content: Any, indent: int | None = 2) -> bytes:
@@ -45,3 +46,24 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def take(lock: IO[bytes], *, wait: bool) -> None:
+    """Lock an open file, or raise OSError where another process has it and this one does not wait.
+
+    The system lets go of it when the file is closed or this process ends, however it ends.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        while True:
+            try:
+                msvcrt.locking(lock.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+                return
+            except OSError:  # waiting, it gives up after ten seconds
+                if not wait:
+                    raise
+    else:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
