@@ -183,6 +183,7 @@ def time_captured(contenders: dict[str, Contender], rounds: int, steps: int) -> 
                 repeats = contender.method.same_every_epoch
                 ends[name] = graph_of(contender.method.end_epoch) if repeats else contender.method.end_epoch
         except Exception as error:  # the others are still worth timing
+            replays.pop(name, None)
             found[name] = {"error": reason(error)}
             print(f"{name} cannot be captured: {error}")
     if PLAIN not in replays:

@@ -14,12 +14,13 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measured import record
+from measured import commit, record
 
 from agscl.experiments import compare, search
 from agscl.experiments.execute import Interrupted
@@ -30,6 +31,8 @@ SIX = ("agscl", "ewc", "si", "rwalk", "mas", "hat")
 
 def run(arguments: argparse.Namespace, jobs: Sequence[compare.Job], processes: int) -> None:
     def ended(job: compare.Job, how: compare.Ended) -> None:
+        if how.failed is None:
+            (job.folder / "commit").write_text(commit())
         print(f"{time.perf_counter() - START:6.0f} s  {job.folder.name:40} {job} {how.failed or 'done'}", flush=True)
 
     compare.run_all(
@@ -39,6 +42,12 @@ def run(arguments: argparse.Namespace, jobs: Sequence[compare.Job], processes: i
         stop=lambda: time.perf_counter() - START > arguments.deadline,
         ended=ended,
     )
+
+
+def commits_of(folders: Iterable[Path]) -> list[str]:
+    """At which commits runs were made, the commonest first; runs may be older than this call."""
+    found = Counter(path.read_text()[:10] for folder in folders if (path := folder / "commit").exists())
+    return [name for name, _ in found.most_common()]
 
 
 def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: dict[str, Any]) -> None:
@@ -51,7 +60,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
                 arguments.preset,
                 method,
                 folder,
-                lambda jobs: run(arguments, jobs, max(1, arguments.jobs // len(methods))),
+                lambda jobs: run(arguments, jobs, max(1, arguments.jobs // min(arguments.jobs, len(methods)))),
                 device=arguments.device,
                 **changes,
             )
@@ -61,7 +70,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
 
     stopped: list[str] = []
 
-    with ThreadPoolExecutor(len(methods)) as pool:
+    with ThreadPoolExecutor(min(arguments.jobs, len(methods))) as pool:
         found = dict(zip(methods, pool.map(one, methods), strict=True))
     for method, tried in found.items():
         for each in tried:
@@ -73,6 +82,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
             "seed": search.SEED,
             "changes": changes,
             "stopped_early": sorted(stopped),
+            "commits": commits_of(path.parent for path in arguments.runs.glob("search-*/*/result.json")),
             "methods": {method: [vars(each) for each in tried] for method, tried in found.items()},
         },
     )
@@ -83,7 +93,8 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
     if arguments.settings is not None:
         tried = json.loads(arguments.settings.read_text())["methods"]
         settings = {method: tried[method][0]["settings"] for method in methods if method in tried}
-    settings = {**settings, **json.loads(arguments.set)}
+    for method, own in json.loads(arguments.set).items():
+        settings[method] = {**settings.get(method, {}), **own}
     plan = compare.plan(
         arguments.preset,
         methods,
@@ -93,7 +104,6 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
         device=arguments.device,
         **changes,
     )
-    start = time.perf_counter()
     try:
         run(arguments, plan, arguments.jobs)
     except Interrupted:
@@ -107,7 +117,7 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
             "preset": arguments.preset,
             "changes": changes,
             "jobs": arguments.jobs,
-            "seconds": time.perf_counter() - start,
+            "commits": commits_of([job.folder for job in plan if job.finished]),
             "methods": compared,
             "complete": all(job.finished for job in plan),
         },

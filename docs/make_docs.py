@@ -36,7 +36,7 @@ def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
 def source(result: dict[str, Any]) -> str:
     machine = result["machine"]
     place = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread(s)"
-    commits = ", ".join(result.get("commits", [result["commit"][:10]]))
+    commits = ", ".join(result.get("commits") or [result["commit"][:10]])
     return f"`{result['command']}` at {commits}, {place}, torch {machine['torch']}"
 
 
@@ -292,7 +292,7 @@ def search() -> str:
     for name, tried in result["methods"].items():
         marks = [
             ", ".join(f"{SYMBOLS[key]} {value:g}" for key, value in each["settings"].items())
-            + f": {100 * each['valid_accuracy']:.1f}"
+            + (": diverged" if each["valid_accuracy"] is None else f": {100 * each['valid_accuracy']:.1f}")
             for each in tried
         ]
         lines.append(f"| {name} | {'; '.join(marks)} |")

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 
@@ -5,14 +6,16 @@ import pytest
 
 from agscl.cli import main
 from agscl.experiments import search as searching
+from agscl.experiments.execute import execute
 from agscl.experiments.search import AXES, FACTORS, Axis
+from agscl.runs import Run, RunError
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods.base.SelfCheckWarning")
 
 
 def test_an_axis_tries_the_base_and_what_its_factors_make_of_it():
-    assert [one["lam"] for one in Axis("lam", (0.1, 1.0, 10.0)).tried({"lam": 5.0, "mu": 1.0})] == [0.5, 5.0, 50.0]
-    assert [one["rho"] for one in Axis("rho", values=(0.1, 0.5)).tried({"rho": 0.3})] == [0.1, 0.3, 0.5]
+    assert [one["lam"] for one in Axis("lam", (0.1, 1.0, 3.0)).tried({"lam": 5.0, "mu": 1.0})] == [5.0, 15.0, 0.5]
+    assert [one["rho"] for one in Axis("rho", values=(0.1, 0.5)).tried({"rho": 0.3})] == [0.3, 0.5, 0.1]
 
 
 def test_a_search_goes_beyond_the_first_and_the_last_value_by_the_step_next_to_it():
@@ -32,6 +35,36 @@ def test_a_search_ends_where_the_best_value_has_worse_ones_on_both_sides(tmp_pat
     tried = sorted(one.settings["lam"] for one in found)
     assert tried == [0.1, 1, 10, 100, 1000, 10_000][: 5 if best == 50 else 6], "three steps further at the most"
     assert found[0].settings["lam"] == {50.0: 100.0, 500.0: 1000.0, 1e9: 10_000.0}[best]
+
+
+def test_of_equal_values_the_one_nearest_to_the_start_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(searching, "_judge", lambda job: 0.5)
+    found = searching.search("digits", "l2", tmp_path, lambda jobs: None, lam=1.0)
+    assert found[0].settings == {"lam": 1.0}
+    assert len(found) == 5, "and nothing beyond"
+
+
+def test_a_run_that_diverged_is_a_bad_setting_and_is_not_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(AXES, "l2", (Axis("lam", (1.0, 1e30)),))
+    monkeypatch.setattr(searching, "STEPS", 0)
+    asked = []
+
+    def run(jobs):
+        asked.append(len(jobs))
+        for job in jobs:
+            with Run(job.folder) as folder, contextlib.suppress(RunError):
+                execute(job.config, folder, checkpoint_every=1e9)
+
+    changes = {"lam": 1.0, "epochs": 1, "optimizer": "sgd", "lr": 0.1}
+    for _ in range(2):
+        found = searching.search("digits", "l2", tmp_path, run, **changes)
+        assert [one.valid_accuracy is None for one in found] == [False, True]
+    assert asked == [2, 1], "the finished one is left to whoever runs jobs"
+
+
+def test_a_run_that_did_not_finish_for_another_reason_ends_the_search(tmp_path):
+    with pytest.raises(RunError, match=r"did not finish.*The same command tries it again"):
+        searching.search("digits", "l2", tmp_path, lambda jobs: None)
 
 
 def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):

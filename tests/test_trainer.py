@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,86 @@ def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name, known)
     for one, other in zip(plain.losses, captured.losses, strict=True):
         assert one == pytest.approx(other, rel=1e-2, abs=1e-3)
     assert [len(row) for row in captured.valid_accuracies] == [1, 2, 3]
+
+
+PICTURES = tuple(
+    replace(
+        task,
+        train_x=task.train_x.repeat(1, 18)[:, : 4 * 36].view(-1, 4, 6, 6),
+        valid_x=task.valid_x.repeat(1, 18)[:, : 4 * 36].view(-1, 4, 6, 6),
+        test_x=task.test_x.repeat(1, 18)[:, : 4 * 36].view(-1, 4, 6, 6),
+    )
+    for task in TASKS[:2]
+)
+
+
+def convolutional(name, config):
+    """A trainer on small pictures; weights of several channels, so that how they lie in memory matters."""
+    torch.manual_seed(0)
+    trunk = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.ReLU()
+    )
+    model = MultiHead(trunk, features=16)
+    kind = METHODS[name].load()
+    example = {"example_input": PICTURES[0].train_x[:2]} if issubclass(kind, NodeMethod) else {}
+    return Trainer(model, kind(model, **example), PICTURES, config, seed=0)
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.bound])
+def test_with_channels_last_a_run_stopped_within_a_task_continues_with_the_same_bits(name, engine):
+    config = replace(QUICK, engine=engine, channels_last=True)
+    expected = outcome(convolutional(name, config))
+    stopped = convolutional(name, config)
+    while not (stopped.task_index == 1 and stopped.epoch == 2):
+        assert stopped.advance()
+    stored = unflatten(*flatten(stopped.state_dict()))
+    continued = convolutional(name, config)
+    continued.load_state_dict(stored)
+    for parameter, moments in continued._optimizer.state.items():
+        for moment in moments.values():
+            assert moment.shape != parameter.shape or moment.stride() == parameter.stride()
+    assert outcome(continued) == expected
+
+
+def test_with_channels_last_lwf_runs_the_trunk_once_a_step():
+    trainer = convolutional("lwf", replace(QUICK, channels_last=True))
+    while not (trainer.task_index == 1 and trainer.epoch == 1):
+        trainer.advance()
+    calls = []
+    trainer.model.trunk[0].register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    trainer.advance()
+    assert calls.count(True) == 1
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_weights_from_before_packnet_pruned_are_never_gone_back_to(engine):
+    class Rising(Trainer):
+        def _validation_loss(self):
+            return torch.tensor(float(self.epoch), dtype=torch.float64)  # the first epoch is the best of all
+
+    made = make_trainer(PackNet, replace(QUICK, engine=engine, epochs=6, restore_best=True), tasks=TASKS[:1])
+    trainer = Rising(made.model, made.method, made.tasks, made.config, seed=0)
+    pruned, weights = None, {}
+    while trainer.advance():
+        if trainer._optimizer is not None and trainer.step == 0 and trainer.epoch:
+            weights[trainer.epoch] = trainer.model.trunk[0].weight.detach().clone()
+            if pruned is None and trainer.method.version:
+                pruned = trainer.epoch
+    assert pruned is not None
+    assert 1 < pruned < 6
+    assert torch.equal(trainer.model.trunk[0].weight, weights[pruned])
+
+
+def test_captured_steps_notice_weights_that_the_last_step_broke():
+    trainer = make_trainer(FineTune, replace(QUICK, engine="captured"))
+    trainer.advance()
+    trainer.advance()
+    with torch.no_grad():
+        trainer.model.heads[TASKS[0].name].bias.fill_(math.nan)
+    trainer._loss = lambda rows, compiled=False: sum(p.sum() for p in trainer.model.trunk.parameters()) * 0.0
+    with pytest.raises(TrainingFailed, match="infinite or NaN"):
+        outcome(trainer)
 
 
 def test_methods_together_are_captured_if_each_of_them_can_be():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agscl.analysis import metrics
-from agscl.experiments.execute import Interrupted, execute
+from agscl.experiments.execute import DIVERGED, Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.files import as_json, write_atomically
@@ -42,6 +42,11 @@ class Job:
     @property
     def finished(self) -> bool:
         return is_finished(self.folder)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training failed in a way that it would again."""
+        return (self.folder / DIVERGED).is_file() and not self.finished
 
     @property
     def progress(self) -> float:

@@ -30,6 +30,8 @@ from agscl.supervised import Trainer, TrainingFailed
 from agscl.supervised.trainer import Event, mixed_seed
 from agscl.tasks import TaskSequence
 
+DIVERGED = "diverged.json"
+"""In a run's folder where training became infinite or NaN, as it would again."""
 AT_MOST = 20.0
 """How much longer than the last checkpoint took the next one waits at least: it costs a twentieth of the time."""
 PROBED = 16
@@ -207,7 +209,8 @@ def _train(
             outcome["certificate"] = _in_a_line(Certificate.load(_certificate_path(run, learned)))
         state["finished"][name] = outcome
         save()
-    except TrainingFailed as error:
+    except (TrainingFailed, FloatingPointError) as error:  # the latter from a method that looks at activations
+        run.store(DIVERGED, {"reason": str(error)})
         numbers = run.checkpoints.numbers()
         kept = f"The last good checkpoint is number {numbers[-1]}." if numbers else "No checkpoint was written yet."
         raise RunError(f"{name}: {error}. {kept}") from error

@@ -12,6 +12,7 @@ from agscl.experiments.compare import Job
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
 from agscl.files import as_json, write_atomically
+from agscl.runs import RunError
 from agscl.runs.folder import read_json
 
 SEED = 1000
@@ -32,10 +33,11 @@ class Axis:
     values: tuple[float, ...] = ()
 
     def tried(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Settings with each value of this one, the base itself among them."""
+        """Settings with each value of this one: the base itself, then what is nearest to it."""
         now = base[self.setting]
         values = [float(f"{factor * now:.3g}") for factor in self.factors] + list(self.values)
-        return [{**base, self.setting: value} for value in sorted({now, *values})]
+        nearest = sorted({now, *values}, key=lambda value: (abs(value - now) / (value + now or 1), value))
+        return [{**base, self.setting: value} for value in nearest]
 
     def further(self, best: Mapping[str, Any], values: Collection[float]) -> list[dict[str, Any]]:
         """One step beyond the `values` tried, where the best is the first or the last of them."""
@@ -71,7 +73,7 @@ class Tried:
 
     settings: dict[str, Any]
     valid_accuracy: float | None
-    """Average validation accuracy after the last task; none if it failed."""
+    """Average validation accuracy after the last task; none if it diverged."""
 
 
 def search(
@@ -97,16 +99,16 @@ def search(
         settings, values = axis.tried(best), set()
         for _ in range(1 + STEPS):
             jobs = [_job(preset, method, seed, folder, each, changes) for each in settings]
-            run(jobs)
+            run([job for job in jobs if not job.diverged])
             for each, job in zip(settings, jobs, strict=True):
                 tried[name_of(each)] = Tried(each, _judge(job))
                 values.add(each[axis.setting])
-            order = sorted(tried.values(), key=lambda one: -1.0 if one.valid_accuracy is None else one.valid_accuracy)
-            best = order[-1].settings
-            settings = axis.further(best, values) if order[-1].valid_accuracy is not None else []
-            if not settings:
+            order = sorted(tried.values(), key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
+            if order[0].valid_accuracy is not None:
+                best = order[0].settings
+            settings = axis.further(best, values)
+            if not settings or order[0].valid_accuracy is None:
                 break
-    found = order[::-1]
     write_atomically(
         folder / "search.json",
         as_json(
@@ -115,11 +117,11 @@ def search(
                 "method": method,
                 "seed": seed,
                 "changes": changes,
-                "tried": [vars(one) for one in found],
+                "tried": [vars(one) for one in order],
             }
         ),
     )
-    return found
+    return order
 
 
 def finished(folder: Path, method: str) -> list[Tried]:
@@ -144,8 +146,10 @@ def _job(
 
 
 def _judge(job: Job) -> float | None:
-    if not job.finished:
+    if job.diverged:
         return None
+    if not job.finished:  # out of memory, say, which tells nothing of the settings
+        raise RunError(f"{job.folder} did not finish, so the search cannot go on. The same command tries it again")
     outcome = read_json(job.folder / "result.json")["methods"][job.config.method]
     return metrics.average_accuracy(outcome["valid_accuracies"])
 

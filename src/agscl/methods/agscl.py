@@ -52,7 +52,7 @@ class AGSCLConfig:
     rand_init: bool | Literal["needed"] = True
     """(I.2) Whether free nodes get fresh weights after a task; needed: no more than became important in the layer."""
     spare: float = 0.0
-    """Nodes whose importance is below this share of their layer's mean are not kept: they stay free."""
+    """Nodes less active in a task than this share of their layer's mean are not kept for it: they stay free."""
     fresh: Literal["default", "start"] = "default"
     """Fresh weights: the layer's own initialiser, or those the model started with (a pre-trained network)."""
     prox: bool = True
@@ -192,7 +192,8 @@ class AGSCL(NodeMethod):
             for _, parameter, groups in self.graph.parameters():
                 size = mu.new_full((len(groups),), parameter[0].numel())
                 weights.index_add_(0, groups.to(mu.device), size)
-            mu *= weights.sqrt() / weights.sqrt().mean()
+            weights = (weights / joined.to(mu)).sqrt()  # of one of the nodes that are one group
+            mu *= weights / weights.mean()
         if self.config.by_layer in ("lam", "both"):
             mean = omega[~self.free].mean()
             for here in in_first_layer(self.graph):
@@ -356,7 +357,7 @@ class AGSCL(NodeMethod):
         self.omega = torch.where(before, omega.clamp(min=torch.finfo(omega.dtype).tiny), omega)  # never free again
         new = (self.omega > 0 if self.config.prox else self.omega >= self.config.tau) & ~before
         if self.config.spare:
-            new &= ~self._spared(new)
+            new &= ~self._spared(new, measured)
         self.first[new] = len(self.tasks) - 1
         self._self_check()
         self._reinitialise(new)
@@ -365,12 +366,12 @@ class AGSCL(NodeMethod):
         self._figures = self._figures_of(before.cpu(), changed)
         self._let_go()
 
-    def _spared(self, new: Tensor) -> Tensor:
+    def _spared(self, new: Tensor, measured: Tensor) -> Tensor:
         """(groups,) those of the `new` ones that matter too little to be kept; their importance is 0 again."""
         spared = torch.zeros_like(new)
         for here in in_first_layer(self.graph):
-            mine = here.to(new.device) & (new | ~self.free)
-            spared |= mine & new & (self.omega < self.config.spare * self.omega[mine].mean())
+            mine = here.to(new.device) & (measured > 0)
+            spared |= mine & new & (measured < self.config.spare * measured[mine].mean())
         self.omega[spared] = 0.0
         return spared
 

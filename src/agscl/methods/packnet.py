@@ -150,8 +150,9 @@ class PackNet(StillMethod):
             trained = owner == FREE
             count = math.floor(int(trained.sum()) * self.config.share)
             smallest = weight.abs().masked_fill(~trained, math.inf).flatten().argsort(stable=True)[:count]
-            trained.view(-1)[smallest] = False
-            owner[trained] = number
+            kept = trained.flatten()  # a copy, in the order of the indices, however the weights lie in memory
+            kept[smallest] = False
+            owner[kept.view(trained.shape)] = number
             weight.masked_fill_(owner == FREE, 0.0)
         self._pruned = self._steps
         self._fix()

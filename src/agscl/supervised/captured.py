@@ -9,6 +9,7 @@ training. Counters are tensors on the device. Graphs are captured anew for every
 from __future__ import annotations
 
 import gc
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,10 +70,12 @@ class Captured:
             self._launch("end", lambda: self._end_epoch(True), ready=self.graphs.keys() >= sizes)
         else:
             trainer.method.end_epoch()
-            self._launch("end", lambda: self._end_epoch(False))
             if trainer.method.version != self.method_version:
                 self.method_version = trainer.method.version
                 self._drop_graphs()
+                self.best_loss.fill_(math.inf)  # weights from before, e.g. unpruned ones, are no longer to be had
+                self.stalled.zero_()
+            self._launch("end", lambda: self._end_epoch(False))
         self._note_figures()
         trainer.epoch, trainer.step = trainer.epoch + 1, 0
         if trainer.epoch == trainer.config.drop_at:
@@ -125,7 +128,9 @@ class Captured:
             trainer.method.end_epoch()
         if config.restore_best and trainer._best_weights is None:  # never while this is captured: it has run before
             trainer._best_weights = {name: value.clone() for name, value in trainer._trained(self.optimizer).items()}
-        self.figures[0] = trainer._loss_sum / trainer.examples
+        weights = torch.stack(torch._foreach_norm(list(trainer.model.parameters())))
+        loss = trainer._loss_sum / trainer.examples
+        self.figures[0] = torch.where(weights.isfinite().all(), loss, math.nan)  # broken after the loss was taken
         self.figures[2] = self.rate
         if config.validates:
             loss = trainer._validation_loss()

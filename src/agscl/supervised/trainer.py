@@ -145,6 +145,7 @@ class Trainer:
         self._best_loss = float("inf")
         self._best_weights: dict[str, Tensor] | None = None
         self._stalled = 0
+        self._met = False  # whether a step was made: at the first one, a method may look the network over
 
     @property
     def done(self) -> bool:
@@ -217,6 +218,7 @@ class Trainer:
         )
         self.model.train()
         self._best_loss, self._best_weights, self._stalled = float("inf"), None, 0
+        self._met = False
         self.losses.append([])
         self.emit({"event": "task started", "task": self.task_index, "name": task.name})
 
@@ -247,8 +249,8 @@ class Trainer:
 
     def _train_step(self, optimizer: torch.optim.Optimizer) -> None:
         rows = self._batches[self.step]
-        first = self.step + self.epoch == 0  # a method may look the network over then
-        loss = self._loss(rows, compiled=not first and len(rows) == self.config.batch_size)
+        loss = self._loss(rows, compiled=self._met and len(rows) == self.config.batch_size)
+        self._met = True
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -262,8 +264,9 @@ class Trainer:
             return self._loss_of(x, y, self.task.name)
 
     def _loss_of(self, x: Tensor, y: Tensor, task: str) -> Tensor:
+        x = self._laid_out(x)
         with self._computing():
-            output = self.model(self._laid_out(x), task)
+            output = self.model(x, task)
             return F.cross_entropy(output.float(), y) + self.method.loss(x, output)
 
     def _laid_out(self, x: Tensor) -> Tensor:
@@ -288,7 +291,10 @@ class Trainer:
             trunk._compiled_call_impl = None
 
     def _end_epoch(self, optimizer: torch.optim.Optimizer) -> None:
+        version = self.method.version
         self.method.end_epoch()
+        if self.method.version != version:  # weights from before, e.g. unpruned ones, are no longer to be had
+            self._best_loss, self._stalled = float("inf"), 0
         self.check()
         loss, rate, valid_loss = self._loss_sum.item() / self.examples, optimizer.param_groups[0]["lr"], None
         if self.config.validates:
@@ -481,13 +487,17 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     parameters = dict(model.named_parameters())
     for name, moments in state["moments"].items():
         parameter = parameters[name]
-        optimizer.state[parameter] = {
-            # Adam keeps its step counter on the host, unless its steps are captured.
-            key: value.to(parameter.device)
-            if isinstance(value, Tensor) and (key != "step" or optimizer.defaults.get("capturable"))
-            else value
-            for key, value in moments.items()
-        }
+        optimizer.state[parameter] = {key: _placed(key, value, parameter, optimizer) for key, value in moments.items()}
+
+
+def _placed(key: str, value: Any, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    """A moment where the optimizer had it: on the parameter's device, laid out in memory as the parameter is."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and parameter.dim():
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    # Adam keeps its step counter on the host, unless its steps are captured.
+    return value.to(parameter.device) if key != "step" or optimizer.defaults.get("capturable") else value
 
 
 def mixed_seed(*parts: int) -> int:
