@@ -70,7 +70,7 @@ PRESETS: dict[str, Preset] = {
             "ewc": {"lam": 10_000.0},
             "si": {"c": 1000.0},
             "rwalk": {"lam": 1.0},
-            "mas": {"lam": 1.0},
+            "mas": {"lam": 0.1},
             "hat": {"c": 0.75},
             "packnet": {"share": 0.9},
             "lwf": {"weight": 10.0},
