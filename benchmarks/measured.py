@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+HOME = Path(__file__).resolve().parent.parent
+
 
 def machine() -> dict[str, Any]:
     return {

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measured import record
+from measured import HOME, record
 from timing import Pairs, clocked, compared, keep_memory, summary, take_turns
 from torch import Tensor
 
@@ -42,7 +42,6 @@ from agscl.experiments.methods import METHODS
 from agscl.methods.base import Method, NodeMethod, SelfCheckWarning
 from agscl.networks.cifar import CifarTrunk
 
-HOME = Path(__file__).resolve().parent.parent
 PLAIN = "plain"
 SMALL = 16  # the small batch
 RATE = 1e-6  # so low that weights hardly move: a network that knows its one batch by heart has subnormal gradients

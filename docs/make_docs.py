@@ -245,6 +245,9 @@ def _ours(name: str, method: str, settings: dict[str, Any]) -> list[float]:
     compared = ((load(name) or {}).get("methods") or {}).get(method)
     if compared and all(compared["settings"].get(key) == value for key, value in settings.items()):
         found.append(compared["average_accuracy"]["values"])
+    for row in (load("beside_authors") or {}).get("rows", []):
+        if (name, method, settings) == ("tinyimagenet32", row["method"], row["settings"]):
+            found.append(row["average_accuracy"]["values"])
     fast = load("benchmarks/fast_cuda") or {}
     if fast and (name, method) == (fast["preset"], fast["method"]):
         full = {"mu": 10.0, "rho": 0.3, **fast["settings"]}

@@ -1,0 +1,91 @@
+"""What the authors' code reached (results/authors.json), and this library with the same settings on the same data.
+
+AGSCL_DATA=FOLDER python benchmarks/beside_authors.py --device cuda --fast     # results/beside_authors.json
+
+Goes on where it stopped. Theirs was one seed, 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from measured import HOME, record
+from supervised import commits_of, run
+
+from agscl.experiments.compare import Job, spread
+from agscl.experiments.execute import Interrupted
+from agscl.experiments.presets import configure, fastest
+from agscl.experiments.search import name_of
+from agscl.runs.folder import read_json
+
+PRESET = "tinyimagenet32"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=Path("results/beside_authors.json"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
+    if arguments.epochs is not None:
+        changes["epochs"] = arguments.epochs
+    theirs = json.loads((HOME / "results" / "authors.json").read_text())[PRESET]
+    planned = [[job_of(row, seed, arguments, changes) for seed in range(arguments.seeds)] for row in theirs]
+    every = [job for jobs in planned for job in jobs]
+    try:
+        run(arguments, every, arguments.jobs)
+    except Interrupted:
+        print("stopped at the deadline; the same command continues", flush=True)
+    rows = [
+        {
+            "method": row["method"],
+            "settings": row["settings"],
+            "authors": row["average_accuracy"],
+            "seeds": [job.config.seed for job in jobs if job.finished],
+            **{key: spread([outcome(job)[key] for job in jobs if job.finished]) for key in KEPT},
+        }
+        for row, jobs in zip(theirs, planned, strict=True)
+    ]
+    for row in rows:
+        print(row["method"], row["settings"], "theirs", row["authors"], "ours", row["average_accuracy"], flush=True)
+    finished = [job for job in every if job.finished]
+    record(
+        arguments.out,
+        {
+            "preset": PRESET,
+            "changes": changes,
+            "commits": commits_of(job.folder for job in finished),
+            "rows": rows,
+            "complete": finished == every,
+        },
+    )
+
+
+KEPT = ("average_accuracy", "forgetting")
+
+
+def job_of(row: dict[str, Any], seed: int, arguments: argparse.Namespace, changes: dict[str, Any]) -> Job:
+    config = configure(
+        PRESET, method=row["method"], seed=seed, device=arguments.device, reference=False, **changes, **row["settings"]
+    )
+    return Job(config, arguments.runs / "beside-authors" / f"{row['method']}-{name_of(row['settings'])}-seed{seed}")
+
+
+def outcome(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = read_json(job.folder / "result.json")["methods"][job.config.method]
+    return found
+
+
+if __name__ == "__main__":
+    main()
