@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,6 +285,18 @@ def test_the_state_of_another_method_or_network_is_refused():
 # What AGS-CL promises of its figures ---------------------------------------------------------------------------------
 
 
+def test_a_state_saved_with_other_settings_is_taken_up_with_a_warning():
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    other = AGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **{**SETTINGS, "lam": 7})
+    with pytest.warns(SelfCheckWarning, match=r"other settings: lam 1000 → 7\. What follows"):
+        other.load_state_dict(method.state_dict())
+    again = AGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(method.state_dict())
+
+
 def test_free_nodes_never_come_back_once_important_and_the_figures_add_up():
     method, _, optimizer = fresh()
     before = None
@@ -541,6 +554,14 @@ def test_it_warns_once_when_the_optimizer_given_is_not_the_one_stepping():
         other.step()
     messages = warned(lambda: method.end_task(blobs(0)))
     assert any("never stepped" in m and "begin_task" in m for m in messages)
+
+
+def test_a_warning_points_at_the_users_own_line():
+    method, _, optimizer = fresh(mu=1e-9, lam=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learn(method, optimizer, 0, epochs=1)
+    assert {Path(warning.filename).name for warning in caught} == {"loops.py"}
 
 
 def test_it_warns_when_epochs_are_never_told():

@@ -9,6 +9,7 @@ A step of the optimizer runs through fixed phases, whatever methods are attached
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -254,6 +255,7 @@ class Method:
         """All that the method knows: tensors and plain values. The model and optimizers are saved by the loop."""
         return {
             "method": type(self).__name__,
+            "settings": asdict(self.config),
             "tasks": list(self.tasks),
             "task": self.task,
             "steps": self._steps,
@@ -273,6 +275,10 @@ class Method:
             raise ValueError(f"This is the state of {state['method']}, not of {type(self).__name__}.")
         if state["task"] is not None:
             self._check_optimizers(optimizers)
+        mine, stored = asdict(self.config), state.get("settings", {})
+        if other := [key for key in mine if stored.get(key, mine[key]) != mine[key]]:
+            changes = ", ".join(f"{key} {stored[key]!r} → {mine[key]!r}" for key in other)
+            _warn_user(f"The state was saved with other settings: {changes}. What follows uses the new ones.")
         self._leave()
         self.tasks, self.task = list(state["tasks"]), state["task"]
         self._steps, self._epochs, self._steps_per_epoch = state["steps"], state["epochs"], state["steps_per_epoch"]
@@ -433,7 +439,7 @@ class Method:
     def _warn(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(message, SelfCheckWarning, stacklevel=4)
+            _warn_user(message)
 
     def _call(self, x: Any, task: str) -> Any:
         """`model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task."""
@@ -590,3 +596,11 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _number(rate: float | Tensor) -> float:
     return float(rate)
+
+
+def _warn_user(message: str) -> None:
+    """Warn at the line of the caller's own code that led here, not at one of this package or of torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("agscl", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, SelfCheckWarning, stacklevel=level)
