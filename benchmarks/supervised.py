@@ -61,6 +61,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
                 method,
                 folder,
                 lambda jobs: run(arguments, jobs, max(1, arguments.jobs // min(arguments.jobs, len(methods)))),
+                only=arguments.only,
                 device=arguments.device,
                 **changes,
             )
@@ -128,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset")
     parser.add_argument("--search", action="store_true")
+    parser.add_argument("--only", nargs="+", default=None, help="with --search: these settings alone, e.g. lam")
     parser.add_argument("--methods", default=",".join(SIX))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--settings", type=Path, default=None, help="a search's result to take settings from")

@@ -67,6 +67,15 @@ def test_a_run_that_did_not_finish_for_another_reason_ends_the_search(tmp_path):
         searching.search("digits", "l2", tmp_path, lambda jobs: None)
 
 
+def test_a_search_can_be_limited_to_some_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(searching, "_judge", lambda job: 0.5)
+    found = searching.search("digits", "agscl", tmp_path, lambda jobs: None, only=["rho"])
+    assert {(one.settings["lam"], one.settings["mu"]) for one in found} == {(5000.0, 10.0)}
+    assert sorted(one.settings["rho"] for one in found) == [0.1, 0.2, 0.3, 0.4, 0.5]
+    with pytest.raises(ValueError, match=r"agscl has no setting 'eta' to search\. It has: lam, mu, rho"):
+        searching.search("digits", "agscl", tmp_path, lambda jobs: None, only=["eta"])
+
+
 def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "agscl", (Axis("lam", (0.0001, 1.0)), Axis("mu", (0.5, 1.0))))
     monkeypatch.setattr(searching, "STEPS", 0)

@@ -238,6 +238,7 @@ def search(
     jobs: Annotated[int | None, _shown("N", "(default: one per core)")] = None,
     name: Annotated[str | None, _shown("NAME", "(default: made from preset, method and changes)")] = None,
     epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    only: Annotated[str | None, _shown("NAME,NAME,...", "(default: all that can be)")] = None,
     set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     tasks: Annotated[str | None, _shown("NAME", "(default: the preset's)")] = None,
     task_options: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
@@ -257,6 +258,7 @@ def search(
         jobs: Runs at a time; each takes one thread.
         name: The search's folder under --runs.
         epochs: Epochs per task.
+        only: The settings to search, e.g. lam.
         set: Settings that stay as given, e.g. --set eta=0.8; a searched one starts there.
         tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
         task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
@@ -280,12 +282,14 @@ def search(
 
     try:
         with _as_wrong_use():
-            found = searching.search(preset, method, folder, run_jobs, seed=seed, device=device, **changed)
+            wanted = only.split(",") if only is not None else None
+            found = searching.search(preset, method, folder, run_jobs, seed=seed, only=wanted, device=device, **changed)
     except Interrupted:
         say("Stopped; checkpoints are stored. The same command continues.")
         return STOPPED
     searched(found)
-    say(f"\nstored in {folder / 'search.json'}\n{searching.command(preset, method, found[0].settings)}")
+    place = (f" --device {device}" if device != "cpu" else "") + (" --fast" if fast else "")
+    say(f"\nstored in {folder / 'search.json'}\n{searching.command(preset, method, found[0].settings)}{place}")
     return FAILED if found[0].valid_accuracy is None else DONE
 
 

@@ -83,9 +83,12 @@ def search(
     run: Callable[[Sequence[Job]], None],
     *,
     seed: int = SEED,
+    only: Sequence[str] | None = None,
     **changes: Any,
 ) -> list[Tried]:
     """Try the axes of a method one after the other; the best comes first. `run` runs jobs that are not finished yet.
+
+    With `only`, these settings alone are searched; the others stay as the preset has them.
 
     All that was tried is stored as search.json; what ran before is not run again.
     """
@@ -93,9 +96,13 @@ def search(
         raise ValueError(f"{method} has nothing to search. These have: {', '.join(AXES)}")
     start = configure(preset, method=method, seed=seed, **changes).settings
     base = {**vars(listed(method).load().Config(**start)), **start}
+    axes = [axis for axis in AXES[method] if only is None or axis.setting in only]
+    if unknown := [name for name in only or () if name not in {axis.setting for axis in AXES[method]}]:
+        known = ", ".join(axis.setting for axis in AXES[method])
+        raise ValueError(f"{method} has no setting {unknown[0]!r} to search. It has: {known}")
     best = {axis.setting: base[axis.setting] for axis in AXES[method]}
     tried: dict[str, Tried] = {}
-    for axis in AXES[method]:
+    for axis in axes:
         settings, values = axis.tried(best), set()
         for _ in range(1 + STEPS):
             jobs = [_job(preset, method, seed, folder, each, changes) for each in settings]
