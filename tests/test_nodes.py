@@ -1070,3 +1070,47 @@ def test_the_graphs_own_proof_refuses_a_wrong_claim(claim: str) -> None:
     wrong_claims(graph)[claim]()
     with pytest.raises(NodeGraphError, match=r"trunk|heads"):
         graph.prove(args)
+
+
+class Other(MultiHead):
+    """Of another type, so that every head is measured."""
+
+
+@pytest.mark.parametrize("name", list(SUPPORTED))
+def test_a_further_linear_head_is_taken_as_read_and_that_is_what_measuring_finds(name, monkeypatch):
+    def readers(kind):
+        torch.manual_seed(0)
+        model = kind(SUPPORTED[name].trunk())
+        model.add_head("a", 3)
+        example = SUPPORTED[name].example()
+        graph = NodeGraph(model, (example, "a"), tasks=["a"])
+        model.add_head("b", 5)
+        measured = []
+        monkeypatch.setattr(NodeGraph, "prove", lambda graph, arguments: measured.append(1))
+        graph.read_head((example, "b"), ["a", "b"])
+        monkeypatch.undo()
+        assert graph.knows(model.heads["b"])
+        return graph, bool(measured)
+
+    (short, measured), (long, also_measured) = readers(MultiHead), readers(Other)
+    assert not measured
+    assert also_measured
+    assert short.readers.keys() == long.readers.keys()
+    for reader in short.readers:
+        assert torch.equal(short.readers[reader].sources, long.readers[reader].sources)
+        assert short.readers[reader].module.weight.shape == long.readers[reader].module.weight.shape
+        assert short.readers[reader].head == long.readers[reader].head
+    assert short.feeds == long.feeds
+
+
+@pytest.mark.parametrize("outputs", [{"actor": 3, "critic": 1}, nn.Sequential(nn.Linear(8, 4), nn.Tanh())])
+def test_a_further_head_of_another_form_is_measured(outputs):
+    model = MultiHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), features=8)
+    model.add_head("a", 3)
+    graph = NodeGraph(model, (torch.randn(2, 4), "a"), tasks=["a"])
+    model.add_head("b", outputs)
+    graph.read_head((torch.randn(2, 4), "b"), ["a", "b"])
+    assert graph.knows(model.heads["b"])
+    read = [reader for reader in graph.readers.values() if reader.name.startswith("heads.b")]
+    assert all(torch.equal(reader.sources, torch.arange(8)) for reader in read)
+    assert len(read) == (2 if isinstance(outputs, dict) else 1)

@@ -8,7 +8,7 @@ the layer. When it is built, the graph proves itself with a measurement of anoth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -391,6 +391,8 @@ class NodeGraph:
         self._tasks = list(tasks)
         self._head_names = self._names_of_heads()
         self._ends = self._find_ends()
+        if self._reads_as_another(arguments):
+            return
         sources = [n for n, feeds in self.feeds.items() if any(self.readers[r].head for r in feeds)]
         probe = self._probe(arguments)
         self._ran |= set(probe.two)
@@ -406,6 +408,26 @@ class NodeGraph:
                 known.sources = torch.where(known.sources >= 0, known.sources, groups)
                 self.feeds[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(arguments)
+
+    def _reads_as_another(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether a head reads what a known one does, which is then noted: linear heads of a `MultiHead` all read the
+        same features, so that there is nothing to measure."""
+        if type(self.model) is not MultiHead:
+            return False
+        head = self.model.heads[arguments[1]]
+        names = {id(module): name for name, module in self._ends.items()}
+        for twin in self.model.heads.values():
+            alike = type(head) is type(twin) is nn.Linear and head.in_features == twin.in_features
+            if alike and not (head._forward_pre_hooks or head._forward_hooks) and self.knows(twin):
+                new, old = names[id(head)], names[id(twin)]
+                if old in self.readers:
+                    self.readers[new] = replace(self.readers[old], name=new, module=head)
+                for feeds in self.feeds.values():
+                    if old in feeds:
+                        feeds[new] = feeds[old]
+                self._ran.add(new)
+                return True
+        return False
 
     def knows(self, head: nn.Module) -> bool:
         """Whether `head` has run while the graph looked on."""
