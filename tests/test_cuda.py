@@ -12,6 +12,7 @@ from torch import nn
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
 from agscl.proximal import pull, shrink
+from agscl.runs.checkpoints import flatten, unflatten
 from agscl.supervised import Trainer, TrainingConfig
 from agscl.supervised.captured import Captured
 from agscl.tasks import Task
@@ -277,3 +278,37 @@ def test_other_arithmetic_ends_near_the_plain_one(options):
     fast, plain = trained(KINDS["AGSCL"], **options), trained(KINDS["AGSCL"])
     average = [sum(each.accuracies[-1]) / 3 for each in (fast, plain)]
     assert average[0] == pytest.approx(average[1], abs=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "compile": True}, {"optimizer": "sgd", "momentum": 0.9}])
+def test_with_channels_last_a_run_stopped_within_a_task_goes_on_where_it_stood(options):
+    def make():
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten())
+        model = MultiHead(trunk, features=32).cuda()
+        tasks = []
+        for number in range(2):
+            draw = torch.Generator().manual_seed(number)
+            x, y = torch.randn(48, 4, 6, 6, generator=draw), torch.randint(3, (48,), generator=draw)
+            tasks.append(Task(f"t{number}", 3, x, y, x[::3], y[::3], x, y))
+        method = AGSCL(model, mu=1, lam=100, example_input=tasks[0].train_x[:2].cuda())
+        config = TrainingConfig(**{"epochs": 6, "batch_size": 16, "lr": 1e-2, "channels_last": True, **options})
+        return Trainer(model, method, tuple(tasks), config, seed=0, device="cuda")
+
+    whole, stopped, continued = make(), make(), make()
+    while whole.advance():
+        pass
+    while not (stopped.task_index == 1 and stopped.epoch == 3):
+        stopped.advance()
+    continued.load_state_dict(unflatten(*flatten(stopped.state_dict())))
+    for parameter, moments in continued._optimizer.state.items():
+        for moment in moments.values():
+            assert (
+                not isinstance(moment, torch.Tensor)
+                or moment.shape != parameter.shape
+                or (moment.stride() == parameter.stride())
+            )
+    while continued.advance():
+        pass
+    for one, other in zip(whole.losses, continued.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-2, abs=1e-2)
