@@ -118,18 +118,25 @@ def avalanche() -> str:
     if result is None or "avalanche" not in result:
         return ""
     theirs, small = result["avalanche"], result["small_batch"]
-    titles = [f"a step, batch {result['batch']}", f"a step, batch {small}", "importances, epochs"]
-    lines = ["| method | " + " | ".join(f"{title} | Avalanche's" for title in titles) + " |", "|---" * 7 + "|"]
+    titles = [f"a step, batch {result['batch']}", f"a step, batch {small}", "added, ms", "importances, epochs"]
+    lines = ["| method | " + " | ".join(f"{title} | Avalanche's" for title in titles) + " |", "|---" * 9 + "|"]
     alike = {"ewc": f"ewc fisher=batched batch={result['batch']}", "mas": f"mas batch={result['batch']}"}
     for name in theirs["step"]:
         cells = []
         for what in ("step", "small_step"):
             cells += [f"{found[what][name]['ratio']['median']:.3f}" for found in (result, theirs)]
+        cells += [f"{_added(found['small_step'][name]):.1f}" for found in (result, theirs)]
         for found, mine in ((result, alike.get(name, name)), (theirs, name)):
             cells.append(f"{found['importance']['methods'][mine]['epochs']['median']:.2f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     versions = ", ".join(f"{name} {version}" for name, version in theirs["versions"].items())
     return "\n".join([*lines, "", f"{versions}: {source(result)}"])
+
+
+def _added(timed: dict[str, Any]) -> float:
+    """Milliseconds beyond those of a plain step."""
+    added: float = (timed["ratio"]["median"] - 1) * timed["plain_milliseconds"]["median"]
+    return added
 
 
 def fisher() -> str:
