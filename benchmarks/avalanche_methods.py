@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import clocked, compared, keep_memory, summary, take_turns
+from timing import clocked, compared, in_epochs, keep_memory, take_turns
 from torch import Tensor, nn
 
 from agscl.networks.cifar import CifarTrunk
@@ -112,16 +112,7 @@ def time_importances(experience: Any, batch: int, rounds: int) -> dict[str, Any]
             begin(one, experience)
             iteration(one, next(iter(one.dataloader)))
             taken[name].append(clocked(lambda one=one, plugin=plugin: plugin.after_training_exp(one), "cpu"))
-    return {
-        "plain_epoch_seconds": summary(epochs),
-        "methods": {
-            name: {
-                "seconds": summary(seconds),
-                "epochs": summary([mine / plain for mine, plain in zip(seconds, epochs, strict=True)]),
-            }
-            for name, seconds in taken.items()
-        },
-    }
+    return in_epochs(taken, epochs)
 
 
 def main() -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 from measured import HOME, record
-from supervised import commits_of, run
+from supervised import commits_of, parsed, run
 
 from agscl.experiments.compare import Job, spread
 from agscl.experiments.execute import Interrupted
-from agscl.experiments.presets import configure, fastest
+from agscl.experiments.presets import configure
 from agscl.experiments.search import name_of
 from agscl.runs.folder import read_json
 
@@ -28,18 +27,8 @@ PRESET = "tinyimagenet32"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=None)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--fast", action="store_true")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("results/beside_authors.json"))
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
-    if arguments.epochs is not None:
-        changes["epochs"] = arguments.epochs
+    arguments, changes = parsed(parser)
     theirs = json.loads((HOME / "results" / "authors.json").read_text())[PRESET]
     planned = [[job_of(row, seed, arguments, changes) for seed in range(arguments.seeds)] for row in theirs]
     every = [job for jobs in planned for job in jobs]

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 
 from measured import record
-from supervised import commits_of, run
+from supervised import commits_of, parsed, run
 
 from agscl.analysis import metrics
 from agscl.experiments.compare import MEASURES, Job, spread
 from agscl.experiments.execute import Interrupted
-from agscl.experiments.presets import configure, fastest
+from agscl.experiments.presets import configure
 from agscl.runs.folder import read_json
 
 PRESET = "tinyimagenet32"
@@ -116,18 +115,8 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=None)
     parser.add_argument("--lam", nargs="+", type=float, default=[1000.0, 10_000.0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=None)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--fast", action="store_true")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("results/beyond.json"))
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
-    if arguments.epochs is not None:
-        changes["epochs"] = arguments.epochs
+    arguments, changes = parsed(parser)
     planned = plan(arguments, changes)
     try:
         run(arguments, [job for _, _, job in planned], arguments.jobs)

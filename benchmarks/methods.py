@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measured import HOME, record
-from timing import Pairs, clocked, compared, keep_memory, summary, take_turns
+from timing import Pairs, clocked, compared, in_epochs, keep_memory, summary, take_turns
 from torch import Tensor
 
 from agscl import AGSCL, MultiHead
@@ -227,16 +227,7 @@ def time_importances(names: list[str], batches: list[Batch], rounds: int, device
                 assert method is not None
                 taken[label(*form)].append(waited(lambda method=method: method.end_task(batches), device))
             method.close()
-    return {
-        "plain_epoch_seconds": summary(epochs),
-        "methods": {
-            name: {
-                "seconds": summary(seconds),
-                "epochs": summary([mine / plain for mine, plain in zip(seconds, epochs, strict=True)]),
-            }
-            for name, seconds in taken.items()
-        },
-    }
+    return in_epochs(taken, epochs)
 
 
 def label(name: str, settings: dict[str, Any]) -> str:

@@ -125,6 +125,22 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
     )
 
 
+def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The arguments, those that all benchmarks of runs have among them, and what they change of a preset's training."""
+    parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
+    if arguments.epochs is not None:
+        changes["epochs"] = arguments.epochs
+    return arguments, changes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset")
@@ -134,18 +150,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--settings", type=Path, default=None, help="a search's result to take settings from")
     parser.add_argument("--set", default="{}", help='settings of methods as JSON, e.g. \'{"ewc": {"lam": 400}}\'')
-    parser.add_argument("--epochs", type=int, default=None)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--fast", action="store_true")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no more is run")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=None)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
-    if arguments.epochs is not None:
-        changes["epochs"] = arguments.epochs
+    arguments, changes = parsed(parser)
     methods = arguments.methods.split(",")
     try:
         (search_all if arguments.search else compare_all)(arguments, methods, changes)

@@ -71,6 +71,20 @@ def summary(values: list[float], scale: float = 1.0) -> dict[str, Any]:
     return {"median": cuts[1], "quartiles": [cuts[0], cuts[2]], "certain": [ordered[off], ordered[count - 1 - off]]}
 
 
+def in_epochs(taken: Mapping[str, list[float]], epochs: list[float]) -> dict[str, Any]:
+    """Seconds of each name, and what they are in epochs of plain training, round by round."""
+    return {
+        "plain_epoch_seconds": summary(epochs),
+        "methods": {
+            name: {
+                "seconds": summary(seconds),
+                "epochs": summary([mine / plain for mine, plain in zip(seconds, epochs, strict=True)]),
+            }
+            for name, seconds in taken.items()
+        },
+    }
+
+
 def compared(pairs: Pairs, extra: float = 0.0) -> dict[str, Any]:
     """Milliseconds of an act and of the plain one, and their ratio; `extra` seconds are added to each act."""
     whole = [(mine + extra, plain) for mine, plain in pairs]

@@ -12,10 +12,10 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+Result = dict[str, Any]
 HOME = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/results.md"]
 COLUMNS = (("average_accuracy", 100, 1), ("plasticity", 1, 3), ("stability", 1, 3), ("forgetting", 100, 1))
@@ -33,6 +33,15 @@ def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
     return f"{scale * statistics.mean(values):.{digits}f} ± {scale * wide:.{digits}f}"
 
 
+def made_from(name: str) -> Callable[[Callable[[Result], str]], Callable[[], str]]:
+    """For a section made from one result; it is empty where that is not there."""
+
+    def with_result(make: Callable[[Result], str]) -> Callable[[], str]:
+        return lambda: "" if (result := load(name)) is None else make(result)
+
+    return with_result
+
+
 def source(result: dict[str, Any]) -> str:
     machine = result["machine"]
     place = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread(s)"
@@ -40,10 +49,8 @@ def source(result: dict[str, Any]) -> str:
     return f"`{result['command']}` at {commits}, {place}, torch {machine['torch']}"
 
 
-def digits() -> str:
-    result = load("digits")
-    if result is None:
-        return ""
+@made_from("digits")
+def digits(result: Result) -> str:
     runs = result["runs"]
     lines = [
         f"| {len(runs)} seeds | average accuracy, % | plasticity | stability | forgetting, % |",
@@ -59,21 +66,18 @@ def digits() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
-def overhead() -> str:
-    result = load("benchmarks/overhead")
-    if result is None:
-        return ""
+@made_from("benchmarks/overhead")
+def overhead(result: Result) -> str:
     lines = ["| proximal step | time of a training step, plain = 1 |", "|---|---|"]
     lines += [f"| once an {name} | {ratio:.3f} |" for name, ratio in result["ratio"].items() if name == "epoch"]
     lines += [f"| every {name} | {ratio:.3f} |" for name, ratio in result["ratio"].items() if name == "step"]
     return "\n".join([*lines, "", f"The paper's CIFAR network, batch {result['batch']}: {source(result)}"])
 
 
-def methods() -> str:
+@made_from("benchmarks/methods")
+def methods(here: Result) -> str:
     """Steps on each device, then the time to measure importances."""
-    here, gpu = load("benchmarks/methods"), load("benchmarks/methods_cuda") or {}
-    if here is None:
-        return ""
+    gpu = load("benchmarks/methods_cuda") or {}
     columns = [
         ("CPU", here["step"], here["limits"]["cpu"]),
         (f"CPU, batch {here['small_batch']}", here["small_step"], {}),
@@ -113,9 +117,9 @@ def _ratio(found: dict[str, Any] | None, limit: float | None) -> str:
     return f"{ratio:.3f} (≤ {limit:g})" if ratio <= limit else f"*{ratio:.3f}* (≤ {limit:g})"
 
 
-def avalanche() -> str:
-    result = load("benchmarks/methods")
-    if result is None or "avalanche" not in result:
+@made_from("benchmarks/methods")
+def avalanche(result: Result) -> str:
+    if "avalanche" not in result:
         return ""
     theirs, small = result["avalanche"], result["small_batch"]
     titles = [f"a step, batch {result['batch']}", f"a step, batch {small}", "added, ms", "importances, epochs"]
@@ -139,10 +143,8 @@ def _added(timed: dict[str, Any]) -> float:
     return added
 
 
-def fisher() -> str:
-    result = load("benchmarks/fisher")
-    if result is None:
-        return ""
+@made_from("benchmarks/fisher")
+def fisher(result: Result) -> str:
     lines = [
         "| classes | fisher | sum, exact = 1 | distance from exact |",
         "|---|---|---|---|",
@@ -157,10 +159,8 @@ def fisher() -> str:
     return "\n".join([*lines, "", f"{result['seeds']} seeds. {source(result)}"])
 
 
-def omniglot5() -> str:
-    result = load("omniglot5")
-    if result is None:
-        return ""
+@made_from("omniglot5")
+def omniglot5(result: Result) -> str:
     lines = [
         "| seed | method | average accuracy, % | forgetting, % | important nodes frozen, by task |",
         "|---|---|---|---|---|",
@@ -175,10 +175,8 @@ def omniglot5() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
-def omniglot50() -> str:
-    result = load("omniglot50")
-    if result is None:
-        return ""
+@made_from("omniglot50")
+def omniglot50(result: Result) -> str:
     lines = [
         "| seed | method | average accuracy, % | forgetting, % | all important nodes frozen from |",
         "|---|---|---|---|---|",
@@ -194,10 +192,8 @@ def omniglot50() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
-def comparison() -> str:
-    result = load("digits_comparison")
-    if result is None:
-        return ""
+@made_from("digits_comparison")
+def comparison(result: Result) -> str:
     lines = [
         "| method | average accuracy, % | plasticity | stability | forgetting, % |",
         "|---|---|---|---|---|",
@@ -211,11 +207,8 @@ def comparison() -> str:
     return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
 
 
-def compared(name: str) -> str:
+def compared(result: Result) -> str:
     """Every method of a comparison, with the settings it had."""
-    result = load(name)
-    if result is None:
-        return ""
     lines = [
         "| method | setting | seeds | average accuracy, % | plasticity | stability | forgetting, % |",
         "|---|---|---|---|---|---|---|",
@@ -228,11 +221,9 @@ def compared(name: str) -> str:
     return "\n".join([*lines, "", f"Seeds from 0 on, as many as the table says.{missing} {source(result)}"])
 
 
-def authors() -> str:
+@made_from("authors")
+def authors(result: Result) -> str:
     """What the authors' code reached, and ours with the same settings where it ran with them."""
-    result = load("authors")
-    if result is None:
-        return ""
     lines = ["| data | method | setting | their code, % | ours, % | our seeds |", "|---|---|---|---|---|---|"]
     for name in ("tinyimagenet32", "omniglot-plain"):
         for row in result[name]:
@@ -267,10 +258,8 @@ def spread_over(values: list[float]) -> dict[str, Any]:
     return {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if len(values) > 1 else None}
 
 
-def beyond() -> str:
-    result = load("beyond")
-    if result is None:
-        return ""
+@made_from("beyond")
+def beyond(result: Result) -> str:
     lines = [
         "| variant | average accuracy, % | gain, seed by seed | just learned, % | forgetting, % | free at the end |",
         "|---|---|---|---|---|---|",
@@ -294,10 +283,8 @@ def _spread_of(measured: dict[str, Any], scale: float, digits: int) -> str:
     return f"{scale * measured['mean']:.{digits}f}{spread}"
 
 
-def search() -> str:
-    result = load("search/tinyimagenet32")
-    if result is None:
-        return ""
+@made_from("search/tinyimagenet32")
+def search(result: Result) -> str:
     lines = ["| method | tried: average validation accuracy, % |", "|---|---|"]
     for name, tried in result["methods"].items():
         marks = [
@@ -320,15 +307,13 @@ def _ways(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def fast_cpu() -> str:
-    result = load("benchmarks/fast_cpu")
-    return "" if result is None else "\n".join([*_ways(result), "", source(result)])
+@made_from("benchmarks/fast_cpu")
+def fast_cpu(result: Result) -> str:
+    return "\n".join([*_ways(result), "", source(result)])
 
 
-def fast() -> str:
-    result = load("benchmarks/fast_cuda")
-    if result is None:
-        return ""
+@made_from("benchmarks/fast_cuda")
+def fast(result: Result) -> str:
     lines = _ways(result)
     whole, several = result["whole"], result["side_by_side"]
     seeds = len(several["runs"])
@@ -344,10 +329,8 @@ def fast() -> str:
     )
 
 
-def contract() -> str:
-    result = load("contract")
-    if result is None:
-        return ""
+@made_from("contract")
+def contract(result: Result) -> str:
     cells = {(row["method"], row["network"], row["optimizer"]): row for row in result["cells"]}
     columns = list(dict.fromkeys((network, optimizer) for _, network, optimizer in cells))
     held = sum(row["checks"] == "passed" and not row["complaint"] for row in cells.values())
@@ -367,10 +350,8 @@ def contract() -> str:
     return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 
-def memory() -> str:
-    result = load("memory")
-    if result is None:
-        return ""
+@made_from("memory")
+def memory(result: Result) -> str:
     networks = result["networks"]
     lines = [
         "| network, after so many tasks | importances: AGS-CL | EWC | ratio | EWC with its anchors | ratio "
@@ -427,9 +408,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "omniglot5": omniglot5,
     "omniglot50": omniglot50,
     "comparison": comparison,
-    "tinyimagenet32": partial(compared, "tinyimagenet32"),
+    "tinyimagenet32": made_from("tinyimagenet32")(compared),
     "search": search,
-    "omniglot-plain": partial(compared, "omniglot-plain"),
+    "omniglot-plain": made_from("omniglot-plain")(compared),
     "beyond": beyond,
     "authors": authors,
     "fast": fast,

@@ -32,8 +32,8 @@ from agscl.tasks import TaskSequence
 
 DIVERGED = "diverged.json"
 """In a run's folder where training became infinite or NaN, as it would again."""
-AT_MOST = 20.0
-"""How much longer than the last checkpoint took the next one waits at least: it costs a twentieth of the time."""
+SPACING = 20.0
+"""A checkpoint comes no sooner than so many times what the last one took to write: a twentieth of the time at most."""
 PROBED = 16
 """Random inputs on which a certificate keeps the outputs of all heads."""
 
@@ -202,7 +202,7 @@ def _train(
             if stop():
                 save()
                 raise Interrupted
-            if time.monotonic() - saved >= max(checkpoint_every, AT_MOST * took):
+            if time.monotonic() - saved >= max(checkpoint_every, SPACING * took):
                 save()
         outcome = _outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:

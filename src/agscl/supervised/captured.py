@@ -37,7 +37,6 @@ class Captured:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.capture else None
         self.graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
         self.warm: set[int | str] = set()
-        self.met = False  # whether the task's first step is done
         self.method_version = trainer.method.version
         self.order = torch.zeros(trainer.examples, dtype=torch.long, device=device)
         self.places = torch.arange(config.batch_size, device=device)
@@ -62,8 +61,8 @@ class Captured:
         for start in range(trainer.step * size, count, size):
             width = min(size, count - start)
             self._launch(width, lambda width=width: self._step(width))  # type: ignore[misc]
-            if not self.met:  # a method may look the network over at the first step; that one warms nothing up
-                self.met, self.warm = True, set()
+            if not trainer._met:  # a method may look the network over at the first step; that one warms nothing up
+                trainer._met, self.warm = True, set()
             trainer.step += 1
         sizes = {min(size, count), count % size or size}
         if trainer.method.same_every_epoch:
@@ -116,7 +115,7 @@ class Captured:
         self.at += width
         self.optimizer.zero_grad(set_to_none=True)
         whole = width == trainer.config.batch_size  # for the last batch alone compiling does not pay
-        loss = trainer._loss(rows, compiled=self.met and whole)
+        loss = trainer._loss(rows, compiled=trainer._met and whole)
         loss.backward()
         self.optimizer.step()
         trainer._loss_sum += loss.detach() * width
@@ -128,9 +127,7 @@ class Captured:
             trainer.method.end_epoch()
         if config.restore_best and trainer._best_weights is None:  # never while this is captured: it has run before
             trainer._best_weights = {name: value.clone() for name, value in trainer._trained(self.optimizer).items()}
-        weights = torch.stack(torch._foreach_norm(list(trainer.model.parameters())))
-        loss = trainer._loss_sum / trainer.examples
-        self.figures[0] = torch.where(weights.isfinite().all(), loss, math.nan)  # broken after the loss was taken
+        self.figures[0] = torch.where(trainer._finite(), trainer._loss_sum / trainer.examples, math.nan)
         self.figures[2] = self.rate
         if config.validates:
             loss = trainer._validation_loss()

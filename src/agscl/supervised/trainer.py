@@ -145,7 +145,7 @@ class Trainer:
         self._best_loss = float("inf")
         self._best_weights: dict[str, Tensor] | None = None
         self._stalled = 0
-        self._met = False  # whether a step was made: at the first one, a method may look the network over
+        self._met = False  # whether this object has made a step of the task: a method may look the network over at it
 
     @property
     def done(self) -> bool:
@@ -196,10 +196,13 @@ class Trainer:
 
     def check(self) -> None:
         """Raise if the loss or a weight is no longer finite."""
-        # The loss is taken before the step, so a weight can be broken while every loss so far was finite.
-        norms = torch._foreach_norm([p for p in self.model.parameters() if p.is_floating_point()])
-        if not torch.isfinite(torch.stack([self._loss_sum, *norms])).all():
+        if not self._finite():
             raise self._failure(self.epoch)
+
+    def _finite(self) -> Tensor:
+        """Whether the epoch's loss and all weights are; the loss is taken before a step, which may break a weight."""
+        norms = torch._foreach_norm([p for p in self.model.parameters() if p.is_floating_point()])
+        return torch.isfinite(torch.stack([self._loss_sum, *norms])).all()
 
     def _failure(self, epoch: int) -> TrainingFailed:
         return TrainingFailed(
