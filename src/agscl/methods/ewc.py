@@ -25,14 +25,14 @@ __all__ = ["EWC", "EWCConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class EWCConfig(WeightConfig):
-    """Settings of EWC. The defaults are the definitions of its own paper; λ must be searched for other data."""
+    """Settings of EWC. The defaults are the definitions of its own paper, the Fisher estimated; λ must be searched."""
 
     lam: float = 400.0
     """λ: the penalty is λ/2 Σ F (θ − θ*)²."""
     fisher: Literal["estimated", "exact", "sampled", "empirical", "batched"] = "estimated"
     """Fisher diagonal. Per sample: the expectation over the predicted classes, estimated from one backward pass with
     random signs or exact (a backward pass for each class); from one class drawn from the prediction; or with the true
-    label. Or batched: the squared gradient of mini-batches' mean loss. TODO"""
+    label. Or batched: the squared gradient of mini-batches' mean loss."""
     accumulation: Literal["separate", "merged", "online"] = "separate"
     """Over tasks: a penalty for each; one with the mean of all Fishers, held at the last weights; or one with
     F ← γF + F_task, held there too."""
