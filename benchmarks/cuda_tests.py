@@ -18,7 +18,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/cuda_tests.json"))
     arguments = parser.parse_args()
-    words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "tests/test_cuda.py"]
+    words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    words += ["tests/test_cuda.py", "tests/test_adam.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout[-10_000:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}

@@ -1,16 +1,22 @@
 """How fast the paper's loop runs on tinyimagenet32 with AGS-CL, way by way: steps one by one, captured, and so on.
 
-python benchmarks/fast.py [--device cuda] [--whole] [--seeds 5]     # writes results/benchmarks/fast_<device>.json
+python benchmarks/fast.py --device cuda --whole --seeds 5 --mps     # writes results/benchmarks/fast_<device>.json
 python benchmarks/fast.py --agree 3         # whether the ways end alike: results/benchmarks/agree_<device>.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,6 +94,32 @@ def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) ->
     }
 
 
+def alone(device: str) -> dict[str, Any]:
+    """Seconds of a process of its own from its start to its end, with nothing compiled before, and once more."""
+    found = {}
+    words = [sys.executable, __file__, "--device", device, "--one"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("nothing compiled before", "again"):
+            start = time.perf_counter()
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+            out = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+            found[name] = {"process_seconds": time.perf_counter() - start, **json.loads(out.splitlines()[-1])}
+            print(name, found[name]["process_seconds"], found[name]["seconds"], flush=True)
+    return found
+
+
+@contextmanager
+def sharing(wanted: bool) -> Iterator[None]:
+    """Let processes compute on the GPU at the same time (NVIDIA's MPS), instead of in turns."""
+    if wanted:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    try:
+        yield
+    finally:
+        if wanted:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=True)
+
+
 def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
     """Average accuracy and forgetting of short runs, way by way and seed by seed."""
     ways = {name: way for name, way in WAYS[device].items() if name in (*COMPARED, "plain")}
@@ -106,8 +138,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--whole", action="store_true", help="also one whole run, the fastest way")
+    parser.add_argument("--whole", action="store_true", help="also one whole run the fastest way, here and by itself")
     parser.add_argument("--seeds", type=int, default=0, help="also so many whole runs side by side")
+    parser.add_argument("--mps", action="store_true", help="with NVIDIA's MPS for those side by side")
+    parser.add_argument("--one", action="store_true", help="instead: one whole run, as JSON")
     parser.add_argument("--agree", type=int, default=0, metavar="SEEDS", help="instead: runs of so many seeds each way")
     parser.add_argument("--jobs", type=int, default=2, help="with --agree: runs at a time")
     parser.add_argument("--out", type=Path, default=None)
@@ -116,6 +150,10 @@ def main() -> None:
     device = arguments.device
     if device == "cpu":
         torch.set_num_threads(1)
+    way = FAST if device == "cuda" else {}
+    if arguments.one:
+        print(json.dumps(whole_run(0, device, way)))
+        return
     if arguments.agree:
         found = agree(arguments.agree, device, arguments.epochs, arguments.jobs)
         record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), found)
@@ -133,14 +171,14 @@ def main() -> None:
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
     found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": arguments.epochs, "ways": rows}
     if arguments.whole:
-        found["whole"] = whole_run(0, device, FAST if device == "cuda" else {})
+        found["whole"] = whole_run(0, device, way)
         print(found["whole"], flush=True)
+        found["alone"] = alone(device)
     if arguments.seeds:
         start = time.perf_counter()
-        with multiprocessing.get_context("spawn").Pool(arguments.seeds) as pool:
-            way = FAST if device == "cuda" else {}
+        with sharing(arguments.mps), multiprocessing.get_context("spawn").Pool(arguments.seeds) as pool:
             runs = pool.starmap(whole_run, [(seed, device, way) for seed in range(arguments.seeds)])
-        found["side_by_side"] = {"seconds": time.perf_counter() - start, "runs": runs}
+        found["side_by_side"] = {"seconds": time.perf_counter() - start, "mps": arguments.mps, "runs": runs}
         print(found["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
     record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from agscl import terminal
+from agscl import cli, terminal
 from agscl.analysis import metrics
 from agscl.cli import main
 from agscl.experiments import compare
@@ -193,3 +194,21 @@ def test_a_deviation_needs_two_values():
         "values": [0.5, 0.7],
     }
     assert spread([0.5])["deviation"] is None
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatch, capsys):
+    service = tmp_path / "nvidia-cuda-mps-control"
+    service.write_text("#!/bin/sh\n")
+    service.chmod(0o755)
+    if on:
+        (tmp_path / "control").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(compare, "run_all", lambda plan, **more: None)
+    for device, seeds in (("cuda", 2), ("cpu", 2), ("cuda", 1)):
+        plan = compare.plan("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
+        plan = [replace(job, config=replace(job.config, device=device)) for job in plan]
+        cli._side_by_side(plan, jobs=2, checkpoint_every=60.0)
+        told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
+        assert told == (not on and device == "cuda" and seeds == 2)

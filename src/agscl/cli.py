@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import warnings
@@ -305,6 +306,10 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     notes: dict[str, str] = {}
     if jobs is not None and jobs < 1:
         raise WrongUse("--jobs must be at least 1")
+    processes = _cores() if jobs is None else jobs
+    on_gpu = [job for job in plan if job.config.device.startswith("cuda") and not job.finished]
+    if min(processes, len(on_gpu)) > 1 and _mps_is_off():
+        say("Runs at the same time share a GPU better under NVIDIA's MPS; it starts with: nvidia-cuda-mps-control -d")
     with _signals() as stopped, Comparing(plan) as progress:
 
         def ended(job: comparing.Job, how: comparing.Ended) -> None:
@@ -322,7 +327,7 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
         try:
             comparing.run_all(
                 plan,
-                processes=_cores() if jobs is None else jobs,
+                processes=processes,
                 checkpoint_every=checkpoint_every,
                 stop=stopped,
                 watch=progress.show,
@@ -334,6 +339,12 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     for note in notes.values():
         say(note)
     return failed
+
+
+def _mps_is_off() -> bool:
+    """Whether NVIDIA's service for processes that share a GPU is there and could be started."""
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return shutil.which("nvidia-cuda-mps-control") is not None and not (pipes / "control").exists()
 
 
 def methods() -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from agscl.heads import MultiHead
 from agscl.methods.base import Method
+from agscl.supervised.adam import Adam, AdamW
 from agscl.supervised.captured import Captured
 from agscl.tasks import Task, TaskSequence
 
@@ -237,7 +238,7 @@ class Trainer:
             options |= {"lr": torch.tensor(config.lr, device=self.device), "fused": self.device.type == "cuda"}
         if config.optimizer == "sgd":
             return torch.optim.SGD(parameters, momentum=config.momentum, **options)
-        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        kind = Adam if config.optimizer == "adam" else AdamW
         return kind(parameters, capturable=options.get("fused", False), **options)
 
     def _order(self, pin_memory: bool = False) -> Tensor:

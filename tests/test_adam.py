@@ -1,0 +1,60 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from agscl.supervised import adam
+
+THEIRS = {adam.Adam: torch.optim.Adam, adam.AdamW: torch.optim.AdamW}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_step_in_pieces_has_the_bits_of_torchs_own(monkeypatch, device, kind, layout):
+    monkeypatch.setattr(adam, "PIECE", 64)
+    torch.manual_seed(0)
+    mine = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Flatten(), nn.Linear(90, 33), nn.Linear(33, 2)).to(device)
+    mine.to(memory_format=layout)
+    theirs = copy.deepcopy(mine)
+    options = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+    optimizers = kind(mine.parameters(), **options), THEIRS[kind](theirs.parameters(), **options)
+    kept = torch._fused_adam_ if kind is adam.Adam else torch._fused_adamw_
+    widest = []
+
+    def watched(parameters, *rest, **more):
+        widest.append(max(parameter.numel() for parameter in parameters))
+        kept(parameters, *rest, **more)
+
+    for step in range(4):
+        inputs = torch.randn(5, 3, 5, 5, device=device).contiguous(memory_format=layout)
+        for model, optimizer in zip((mine, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            hidden = model[:3](inputs)
+            (model[3](hidden) if step else hidden).square().sum().backward()  # at first one layer has no gradient
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, kept.__name__, watched)
+                optimizer.step()
+    assert widest == 4 * [64, 90 * 33]
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+        states = optimizers[0].state[one], optimizers[1].state[other]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_gradient_laid_out_in_another_way_is_left_whole(monkeypatch):
+    monkeypatch.setattr(adam, "PIECE", 4)
+    parameter = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    assert [len(pieces) for pieces in adam._cut(parameter, parameter.contiguous())] == [1, 1]
+    assert [len(pieces) for pieces in adam._cut(parameter, parameter.clone())] == [18, 18]
+    assert [len(pieces) for pieces in adam._cut(parameter[:, ::2], parameter[:, ::2])] == [1, 1]
+
+
+def test_without_parameters_that_have_gradients_nothing_happens():
+    layer = nn.Linear(2, 2)
+    before = copy.deepcopy(layer.state_dict())
+    adam.Adam(layer.parameters(), fused=True).step()
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
