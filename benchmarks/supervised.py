@@ -46,15 +46,17 @@ def run(arguments: argparse.Namespace, jobs: Sequence[compare.Job], processes: i
 
 def commits_of(folders: Iterable[Path]) -> list[str]:
     """At which commits runs were made, the commonest first; runs may be older than this call."""
-    found = Counter(path.read_text()[:10] for folder in folders if (path := folder / "commit").exists())
+    found = Counter(path.read_text().strip()[:10] for folder in folders if (path := folder / "commit").exists())
     return [name for name, _ in found.most_common()]
 
 
 def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: dict[str, Any]) -> None:
     """Every method at the same time, so that the device is never idle."""
 
+    folders = {method: arguments.runs / f"search-{arguments.preset}-{method}" for method in methods}
+
     def one(method: str) -> list[search.Tried]:
-        folder = arguments.runs / f"search-{arguments.preset}-{method}"
+        folder = folders[method]
         try:
             return search.search(
                 arguments.preset,
@@ -83,7 +85,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
             "seed": search.SEED,
             "changes": changes,
             "stopped_early": sorted(stopped),
-            "commits": commits_of(path.parent for path in arguments.runs.glob("search-*/*/result.json")),
+            "commits": commits_of(path.parent for folder in folders.values() for path in folder.glob("*/result.json")),
             "methods": {method: [vars(each) for each in tried] for method, tried in found.items()},
         },
     )

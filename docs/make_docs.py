@@ -283,7 +283,6 @@ def _spread_of(measured: dict[str, Any], scale: float, digits: int) -> str:
     return f"{scale * measured['mean']:.{digits}f}{spread}"
 
 
-@made_from("search/tinyimagenet32")
 def search(result: Result) -> str:
     lines = ["| method | tried: average validation accuracy, % |", "|---|---|"]
     for name, tried in result["methods"].items():
@@ -296,6 +295,15 @@ def search(result: Result) -> str:
     stopped = result["stopped_early"]
     note = f" The search of {' and '.join(stopped)} is not finished." if stopped else ""
     return "\n".join([*lines, "", f"Seed {result['seed']}.{note} {source(result)}"])
+
+
+@made_from("benchmarks/agree_cuda")
+def agree(result: Result) -> str:
+    lines = ["| way | seeds | average accuracy, % | forgetting, % |", "|---|---|---|---|"]
+    for name, way in result["ways"].items():
+        figures = [_spread_of(way[key], 100, 1) for key in ("average_accuracy", "forgetting")]
+        lines.append(f"| {name} | {len(way['average_accuracy']['values'])} | {' | '.join(figures)} |")
+    return "\n".join([*lines, "", f"{result['epochs']} epochs a task. {source(result)}"])
 
 
 def _ways(result: dict[str, Any]) -> list[str]:
@@ -417,11 +425,15 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "omniglot50": omniglot50,
     "comparison": comparison,
     "tinyimagenet32": made_from("tinyimagenet32")(compared),
-    "search": search,
+    "search": made_from("search/tinyimagenet32")(search),
+    "cifar10-tiny": made_from("cifar10-tiny")(compared),
+    "five": made_from("five")(compared),
+    "search-five": made_from("search/five")(search),
     "omniglot-plain": made_from("omniglot-plain")(compared),
     "beyond": beyond,
     "authors": authors,
     "fast": fast,
+    "agree": agree,
     "fast-cpu": fast_cpu,
     "contract": contract,
     "memory": memory,
