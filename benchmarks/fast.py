@@ -50,7 +50,14 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "channels last, compiled": {"engine": "plain", "channels_last": True, "compile": True},
     },
 }
-COMPARED = ("captured", "captured, bf16, channels last, compiled", "channels last")
+COMPARED = (
+    "plain",
+    "captured",
+    "captured, TF32, channels last, compiled",
+    "captured, bf16, channels last",
+    "captured, bf16, channels last, compiled",
+    "channels last",
+)
 
 
 def finish(device: str) -> float:
@@ -122,7 +129,7 @@ def sharing(wanted: bool) -> Iterator[None]:
 
 def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
     """Average accuracy and forgetting of short runs, way by way and seed by seed."""
-    ways = {name: way for name, way in WAYS[device].items() if name in (*COMPARED, "plain")}
+    ways = {name: way for name, way in WAYS[device].items() if name in COMPARED}
     work = [(seed, device, way, epochs) for way in ways.values() for seed in range(seeds)]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         runs = pool.starmap(whole_run, work, chunksize=1)

@@ -299,10 +299,17 @@ def search(result: Result) -> str:
 
 @made_from("benchmarks/agree_cuda")
 def agree(result: Result) -> str:
-    lines = ["| way | seeds | average accuracy, % | forgetting, % |", "|---|---|---|---|"]
+    lines = [
+        "| way | seeds | average accuracy, % | beside plain, seed by seed | forgetting, % |",
+        "|---|---|---|---|---|",
+    ]
+    plain = result["ways"]["plain"]["average_accuracy"]["values"]
     for name, way in result["ways"].items():
+        values = way["average_accuracy"]["values"]
+        gain = [one - other for one, other in zip(values, plain, strict=True)]
         figures = [_spread_of(way[key], 100, 1) for key in ("average_accuracy", "forgetting")]
-        lines.append(f"| {name} | {len(way['average_accuracy']['values'])} | {' | '.join(figures)} |")
+        figures.insert(1, "–" if name == "plain" else _spread_of(spread_over(gain), 100, 1))
+        lines.append(f"| {name} | {len(values)} | {' | '.join(figures)} |")
     return "\n".join([*lines, "", f"{result['epochs']} epochs a task. {source(result)}"])
 
 

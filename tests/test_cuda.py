@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
+from agscl.networks.cifar import CifarTrunk
 from agscl.proximal import pull, shrink
 from agscl.runs.checkpoints import flatten, unflatten
 from agscl.supervised import Trainer, TrainingConfig
@@ -312,3 +313,63 @@ def test_with_channels_last_a_run_stopped_within_a_task_goes_on_where_it_stood(o
         pass
     for one, other in zip(whole.losses, continued.losses, strict=True):
         assert one == pytest.approx(other, rel=1e-2, abs=1e-2)
+
+
+class Watched(nn.Module):
+    """Drops nodes, and keeps what was left of a batch of ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 64)
+        self.drop = nn.Dropout(0.25)
+        self.register_buffer("left", torch.zeros(48, 64))
+
+    def forward(self, x):
+        kept = self.drop(torch.ones_like(self.left))
+        self.left.copy_(kept)
+        return F.relu(self.layer(x)) * kept
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_replayed_step_drops_other_nodes_and_as_many_as_it_should(compiled):
+    model = MultiHead(Watched(), features=64).cuda()
+    x, y = torch.randn(48, 16), torch.randint(3, (48,))
+    options = {"engine": "captured", "patience": None, "restore_best": False, "compile": compiled}
+    config = TrainingConfig(epochs=24, batch_size=48, **options)
+    tasks = (Task("t0", 3, x, y, None, None, x, y),)
+    trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
+    seen = []
+    while trainer.epoch < config.epochs:
+        trainer.advance()
+        seen.append(model.trunk.left.clone())
+    masks = torch.stack(seen[5:]) > 0  # the first are not replayed yet
+    assert len(masks.flatten(1).unique(dim=0)) == len(masks)
+    assert masks.float().mean().item() == pytest.approx(0.75, abs=0.01)
+    assert masks.float().mean(0).min() > 0.2  # no node is dropped for good
+    assert (torch.stack(seen[5:])[masks] - 1 / 0.75).abs().max() < 1e-5
+
+
+def test_the_fast_ways_gradients_point_where_those_of_float32_do():
+    def gradients(**options):
+        torch.manual_seed(0)
+        trunk = CifarTrunk()
+        for module in trunk.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model = MultiHead(trunk, features=trunk.features).cuda()
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randint(256, (256, 3, 32, 32), generator=draw, dtype=torch.uint8)
+        y = torch.randint(10, (256,), generator=draw)
+        some = torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.25, 0.25, 0.25])
+        tasks = (Task("t0", 10, x, y, x, y, x, y, *some),)
+        config = TrainingConfig(engine="plain", **options)
+        trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
+        trainer._begin_task()
+        trainer._loss(torch.arange(256, device="cuda"), compiled=config.compile).backward()
+        return {name: p.grad.flatten().double() for name, p in model.named_parameters()}
+
+    exact = gradients()
+    fast = gradients(precision="bf16", channels_last=True, compile=True)
+    for name, gradient in exact.items():
+        assert F.cosine_similarity(gradient, fast[name], dim=0) > 0.95, name  # bf16 keeps 8 bits
+        assert fast[name].norm().item() == pytest.approx(gradient.norm().item(), rel=0.05), name
