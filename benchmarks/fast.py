@@ -26,7 +26,7 @@ from measured import record
 
 from agscl import tasks
 from agscl.experiments.compare import spread
-from agscl.experiments.execute import _set_arithmetic, execute, make_trainer
+from agscl.experiments.execute import execute, make_trainer
 from agscl.experiments.presets import configure
 from agscl.runs import Run
 
@@ -69,7 +69,6 @@ def finish(device: str) -> float:
 def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, epochs: int) -> dict[str, Any]:
     """Milliseconds per step within the second task, ends of epochs included, after two epochs to warm up."""
     config = configure(PRESET, method="agscl", device=device, epochs=epochs, **SETTINGS, **way)
-    _set_arithmetic(config.training.precision)
     trainer = make_trainer(config, "agscl", sequence[:2])
     start = finish(device)
     while trainer.task_index < 1 or trainer.epoch < 2:

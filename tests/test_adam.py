@@ -45,12 +45,21 @@ def test_a_step_in_pieces_has_the_bits_of_torchs_own(monkeypatch, device, kind, 
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_a_gradient_laid_out_in_another_way_is_left_whole(monkeypatch):
-    monkeypatch.setattr(adam, "PIECE", 4)
+def test_a_gradient_laid_out_in_another_way_is_left_whole():
     parameter = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
-    assert [len(pieces) for pieces in adam._cut(parameter, parameter.contiguous())] == [1, 1]
-    assert [len(pieces) for pieces in adam._cut(parameter, parameter.clone())] == [18, 18]
-    assert [len(pieces) for pieces in adam._cut(parameter[:, ::2], parameter[:, ::2])] == [1, 1]
+    assert [len(pieces) for pieces in adam._cut(4, parameter, parameter.contiguous())] == [1, 1]
+    assert [len(pieces) for pieces in adam._cut(4, parameter, parameter.clone())] == [18, 18]
+    assert [len(pieces) for pieces in adam._cut(4, parameter[:, ::2], parameter[:, ::2])] == [1, 1]
+
+
+@pytest.mark.parametrize(("width", "pieces"), [(100, 2), (900, 99), (1100, 127), (2800, 128), (4000, 2)])
+def test_large_networks_are_cut_into_no_more_pieces_than_help(monkeypatch, width, pieces):
+    layer = nn.Linear(width, width, bias=True)
+    counts = []
+    monkeypatch.setattr(torch, "_fused_adam_", lambda parameters, *rest, **more: counts.append(len(parameters)))
+    layer(torch.zeros(1, width)).sum().backward()
+    adam.Adam(layer.parameters(), fused=True).step()
+    assert counts == [pytest.approx(pieces, abs=2)]
 
 
 def test_without_parameters_that_have_gradients_nothing_happens():

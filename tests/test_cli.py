@@ -169,6 +169,8 @@ def test_the_same_command_on_a_finished_run_says_so_and_trains_nothing(finished,
     assert main(QUICK) == 0
     assert "runs/quick is finished; nothing to do" in capsys.readouterr().out
     assert main(["run", "--resume", "quick"]) == 0
+    assert main(["run", "--resume", "quick", "--device", "cuda"]) == 2
+    assert "--resume takes every setting from runs/quick/config.json; leave out device" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix} == {
         **before,
         finished / "events.jsonl": (finished / "events.jsonl").stat().st_mtime_ns,
@@ -270,6 +272,31 @@ def test_verify_fails_when_the_outputs_on_the_probe_are_not_those_of_a_guarantee
     code, lines = verdict(capsys)
     assert code == 1
     assert any(line.startswith("FAILED: outputs of task") and "on the probe differ by up to" in line for line in lines)
+
+
+def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
+    path = guaranteed / "certificates" / "03.json"
+    path.write_text(path.read_text()[:100])
+    assert main(["verify", "quick"]) == 1
+    message = capsys.readouterr().err
+    assert "03.json is not a certificate: it is not JSON" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.filterwarnings("ignore::agscl.methods.base.SelfCheckWarning")
+def test_a_run_that_was_laid_out_channels_last_is_verified_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for label in "abcd":
+        for number in range(6):
+            (tmp_path / "own" / label).mkdir(parents=True, exist_ok=True)
+            pixels = draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "own" / label / f"{number}.png")
+    words = ["--tasks", "folder:own", "--task-options", "classes_per_task=2", "size=32", "validation=0.2"]
+    assert main(["run", "cifar100", *words, "--epochs", "1", "--fast", "--name", "quick"]) == 0
+    code, lines = verdict(capsys)
+    assert (code, [line for line in lines if "FAILED" in line]) == (0, [])
+    assert any("the same bits as when it was learned" in line for line in lines)
 
 
 def test_elsewhere_verify_reports_the_largest_difference_and_does_not_ask_for_bits(guaranteed, capsys):

@@ -75,6 +75,17 @@ class TestCache:
         assert len(decodings) == 400
         assert isinstance(cache._open(self.file()), np.memmap)
 
+    def test_two_splits_of_several_files_each_do_not_push_each_other_out(self, data, decodings):
+        labels = [label for _ in range(2) for label in range(100)]
+        for split in ("train", "test"):
+            for part in range(2):
+                name = f"{split}-{part:05d}-of-00002.parquet"
+                pictures.stored(pictures.table(labels), data / "cifar100" / name)
+        first = self.load()
+        assert len(decodings) == 800
+        assert np.array_equal(self.load(), first)
+        assert len(decodings) == 800
+
     def test_a_changed_file_is_decoded_anew_and_the_old_pictures_are_removed(self, data, decodings):
         pictures.dataset(data, "cifar100", 100, 3, 1)
         self.load()

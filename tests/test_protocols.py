@@ -3,16 +3,17 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from agscl import tasks
+from agscl import FineTune, MultiHead, tasks
 from agscl.experiments.execute import make_trainer
 from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import PRESETS, configure
-from agscl.experiments.protocols import Separate
+from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.methods.base import Method
 from agscl.runs import digest
 from agscl.runs.checkpoints import flatten, unflatten
-from agscl.supervised import Trainer
+from agscl.supervised import Trainer, TrainingConfig
 from agscl.tasks import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods.base.SelfCheckWarning")
@@ -73,6 +74,31 @@ def test_joints_loss_is_the_mean_over_all_examples_each_with_its_own_head():
         for place, row in enumerate(rows.tolist())
     ]
     torch.testing.assert_close(joint._loss(rows), torch.stack(losses).mean())
+
+
+def test_joint_reads_pictures_as_every_other_method_does_with_crops_drawn_anew():
+    def pictures(seed):
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randint(256, (20, 3, 16, 16), generator=draw, dtype=torch.uint8)
+        y = torch.arange(20) % 2
+        shapes = torch.full((20, 2), 16)
+        return Task(f"t{seed}", 2, x, y, None, None, x, y, torch.zeros(3), torch.ones(3), crop=8, shapes=shapes)
+
+    model = MultiHead(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()), features=4 * 6 * 6)
+    config = TrainingConfig(epochs=1, batch_size=8, patience=None, restore_best=False)
+    joint = Joint(model, FineTune(model, heads=all_heads), (pictures(0), pictures(1)), config, seed=0)
+    while joint.task_index < 1 or joint.step < 1:
+        joint.advance()
+    rows = torch.arange(0, 40, 3)
+    losses = {joint._loss(rows).item() for _ in range(4)}
+    assert len(losses) == 4
+    torch.manual_seed(0)
+    loss = joint._loss(rows)
+    torch.manual_seed(0)
+    parts = [(0, rows[rows < 20]), (1, rows[rows >= 20] - 20)]
+    batches = [(place, *joint.task_at(place).batch(within)) for place, within in parts]
+    each = [F.cross_entropy(model(x, f"t{place}"), y, reduction="sum") for place, x, y in batches]
+    torch.testing.assert_close(loss, sum(each) / len(rows))
 
 
 def test_joint_moves_the_heads_of_old_tasks_and_forgets_next_to_nothing():

@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +191,15 @@ def test_a_run_is_finished_once_its_result_is_stored(tmp_path):
         assert not is_finished(run.folder)
         run.store("result.json", {"a": 1})
         assert is_finished(run.folder)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_too_full_for_the_log_is_a_clear_error_and_the_run_is_let_go(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
+    run = Run(tmp_path / "run")
+    with pytest.raises(RunError, match=r"could not write to .*: No space left"), run:
+        run.log({"event": "epoch"})
+    (tmp_path / "run" / "events.jsonl").unlink()
+    with Run(tmp_path / "run") as again:  # the lock was given back
+        again.log({"event": "epoch"})

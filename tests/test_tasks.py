@@ -542,7 +542,7 @@ class TestOwnFolder:
         assert (first.name, second.name) == ("iris-lily", "rose-tulip")
         assert first.train_x.shape[1:] == (3, 16, 16)
         assert first.train_x.dtype == torch.uint8
-        assert [len(first.train_y), len(first.test_y)] == [8, 2]
+        assert [len(first.train_y), len(first.valid_y), len(first.test_y)] == [7, 1, 2]
 
     def test_class_names_that_are_numbers_come_in_their_order(self, data):
         self.fill(data / "numbers", [str(number) for number in range(12)])
@@ -607,3 +607,14 @@ class TestOwnFolder:
 def test_each_network_yields_as_many_features_as_it_says(name, shape):
     trunk = NETWORKS[name]()
     assert trunk(torch.zeros(2, *shape)).shape == (2, trunk.features)
+
+
+def test_a_small_task_keeps_at_least_one_example_for_validation_and_one_for_training():
+    x, y = torch.randn(16, 3), torch.arange(16) % 2
+    (task,) = tasks.from_tensors(x, y, classes_per_task=2, validation=0.01, test_share=0.5)
+    assert len(task.valid_y) == 1
+    assert len(task.train_y) == 7
+    plain = tasks.Task("t", 2, x[:2], y[:2], None, None, x, y).with_validation(0.1, seed=0)
+    assert (len(plain.valid_y), len(plain.train_y)) == (1, 1)
+    with pytest.raises(ValueError, match=r"'t' has 1 training example\(s\), of which none can be set apart"):
+        tasks.Task("t", 2, x[:1], y[:1], None, None, x, y).with_validation(0.1, seed=0)

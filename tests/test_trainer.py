@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -392,3 +393,38 @@ def test_without_a_validation_split_the_best_epoch_cannot_be_asked_for():
 def test_a_setting_that_cannot_be_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TrainingConfig(**wrong)
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_a_validation_loss_that_is_not_a_number_stops_training(engine):
+    trainer = make_trainer(FineTune, replace(QUICK, engine=engine))
+    trainer._validation_loss = lambda: torch.tensor(math.nan, dtype=torch.float64)
+    with pytest.raises(TrainingFailed, match=r"NaN in task 1 \(first\), epoch 1"):
+        outcome(trainer)
+
+
+def test_arithmetic_is_that_of_the_trainer_while_it_works_and_the_users_own_before_and_after():
+    def allowed():
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    before, seen = allowed(), set()
+    for precision, expected in (("float32", (False, False)), ("tf32", (True, True))):
+        trainer = make_trainer(FineTune, replace(QUICK, precision=precision))
+        loss_of = trainer._loss_of
+        trainer._loss_of = lambda *inputs, of=loss_of: seen.add(allowed()) or of(*inputs)
+        outcome(trainer)
+        assert seen == {expected}
+        seen.clear()
+        assert allowed() == before
+
+
+def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_not_compiled_again(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # needs no compiler of the machine's
+    torch._dynamo.reset()
+    counters.clear()
+    for seed in range(10):
+        trainer = make_trainer(FineTune, replace(QUICK, epochs=1, compile=True), tasks=TASKS[:1], seed=seed)
+        outcome(trainer)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -24,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from agscl.files import write_atomically
 
 __all__ = ["NEVER", "Certificate", "Finding", "Layout", "Probe", "Verdict", "digest", "group_digests", "verify"]
 
@@ -82,13 +83,17 @@ class Probe:
     @staticmethod
     def environment_of(tensor: Tensor) -> dict[str, str | int]:
         device = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else tensor.device.type
-        return {
+        environment: dict[str, str | int] = {
             "device": device,
             "dtype": str(tensor.dtype),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "cpu": torch.backends.cpu.get_cpu_capability(),
         }
+        if tensor.is_cuda:
+            allowed = {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32}
+            environment["tf32"] = ", ".join(name for name, on in allowed.items() if on) or "none"
+        return environment
 
     @staticmethod
     def draw(shape: Sequence[int], seed: int) -> Tensor:
@@ -208,10 +213,7 @@ class Certificate:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"format": FORMAT, **asdict(self)}))
-        os.replace(temporary, path)
+        write_atomically(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Certificate:

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -102,7 +103,12 @@ def run(
     else:
         folder = _resumable(runs, resume)
         config = RunConfig.from_dict(read_json(folder / "config.json"))
-        asked = {"preset": (preset, "digits"), "method": (method, "agscl"), "seed": (seed, 0)}
+        asked = {
+            "preset": (preset, "digits"),
+            "method": (method, "agscl"),
+            "seed": (seed, 0),
+            "device": (device, "cpu"),
+        }
         ignored = [key for key, (value, default) in asked.items() if value not in (default, getattr(config, key))]
         if ignored or changed or name:
             raise WrongUse(
@@ -289,8 +295,14 @@ def search(
         say("Stopped; checkpoints are stored. The same command continues.")
         return STOPPED
     searched(found)
-    place = (f" --device {device}" if device != "cpu" else "") + (" --fast" if fast else "")
-    say(f"\nstored in {folder / 'search.json'}\n{searching.command(preset, method, found[0].settings)}{place}")
+    best = found[0].settings
+    words = [pair for pair in set if pair.partition("=")[0] not in best]  # they follow those of --set
+    words += ["--epochs", str(epochs)] if epochs is not None else []
+    words += ["--tasks", tasks] if tasks is not None else []
+    words += ["--task-options", *task_options] if task_options else []
+    words += ["--device", device] if device != "cpu" else []
+    words += ["--fast"] if fast else []
+    say(f"\nstored in {folder / 'search.json'}\n{shlex.join([*searching.command(preset, method, best), *words])}")
     return FAILED if found[0].valid_accuracy is None else DONE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from agscl.networks import NETWORKS
 from agscl.runs import Run, RunError, digest
 from agscl.runs.folder import read_json
 from agscl.supervised import Trainer, TrainingFailed
-from agscl.supervised.trainer import Event, mixed_seed
+from agscl.supervised.trainer import Event, arithmetic, mixed_seed
 from agscl.tasks import TaskSequence
 
 DIVERGED = "diverged.json"
@@ -63,7 +62,6 @@ def execute(
     task; between any two steps `stop` is asked whether to store one and raise `Interrupted`.
     """
     run.claim(config.as_dict())
-    _set_arithmetic(config.training.precision)
     environment = _recorded_environment(run, threads)
     sequence = load_tasks(config)
     state = run.load() or {"method": None, "finished": {}, "seconds": {}}
@@ -73,11 +71,13 @@ def execute(
     for name in methods_of(config):
         if name in state["finished"]:
             continue
-        trainer = make_trainer(config, name, sequence)
-        if state["method"] == name:
-            trainer.load_state_dict(state["trainer"])
-        state["method"] = name
-        _train(trainer, state, run, checkpoint_every, stop, watch, certify=name == config.method and name != "joint")
+        with arithmetic(config.training.precision):  # of certificates too
+            trainer = make_trainer(config, name, sequence)
+            if state["method"] == name:
+                trainer.load_state_dict(state["trainer"])
+            state["method"] = name
+            certify = name == config.method and name != "joint"
+            _train(trainer, state, run, checkpoint_every, stop, watch, certify)
 
     result = {
         "config": config.as_dict(),
@@ -102,11 +102,6 @@ def load_tasks(config: RunConfig) -> TaskSequence:
             "apart with --task-options validation=0.1, or use --set patience=none restore_best=false"
         )
     return tuple(task.with_validation(config.hold_out, config.seed) for task in sequence)
-
-
-def _set_arithmetic(precision: str) -> None:
-    """Let a GPU multiply float32 numbers as TF32, or forbid it."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
@@ -243,10 +238,7 @@ def _store_certificate(trainer: Trainer, run: Run, learned: int) -> None:
         batch = Probe.draw([PROBED, *shape], seed=0).to(trainer.device)
         made = replace(made, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
     with run.writing():
-        path = _certificate_path(run, learned)
-        temporary = path.with_suffix(".tmp")
-        made.save(temporary)
-        os.replace(temporary, path)
+        made.save(_certificate_path(run, learned))
 
 
 def _in_a_line(certificate: Certificate) -> str:

@@ -26,25 +26,29 @@ class Joint(Trainer):
     capturable = False  # how many examples each head gets differs from step to step
 
     @cached_property
-    def _pool(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs and labels of all tasks so far, and the place of the task that each example is from."""
-        tasks = [self.task_at(place) for place in range(self.task_index + 1)]
-        of = torch.cat([torch.full_like(task.train_y, place) for place, task in enumerate(tasks)])
-        inputs = [task.inputs(task.train_x) for task in tasks]
-        return torch.cat(inputs), torch.cat([task.train_y for task in tasks]), of
+    def _pool(self) -> tuple[Tensor, Tensor]:
+        """Of every example of all tasks so far: the place of its task, and its row there."""
+        labels = [self.task_at(place).train_y for place in range(self.task_index + 1)]
+        of = torch.cat([torch.full_like(each, place) for place, each in enumerate(labels)])
+        return of, torch.cat([torch.arange(len(each), device=each.device) for each in labels])
 
     @property
     def examples(self) -> int:
         return sum(len(task.train_y) for task in self.tasks[: self.task_index + 1])
 
     def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
-        x, y, of = (part[rows] for part in self._pool)
+        of, within = (part[rows] for part in self._pool)
+        mine = [of == place for place in range(self.task_index + 1)]
+        batches = [self.task_at(place).batch(within[here]) for place, here in enumerate(mine)]
+        x = batches[0][0].new_empty(len(rows), *batches[0][0].shape[1:])
+        for here, (inputs, _) in zip(mine, batches, strict=True):
+            x[here] = inputs
         with self._computing():
-            features = self.model.trunk(x).flatten(1).float()
+            features = self.model.trunk(self._laid_out(x)).flatten(1).float()
         total = torch.zeros((), device=self.device)
-        for place, task in enumerate(self.tasks[: self.task_index + 1]):
-            mine = of == place
-            total = total + F.cross_entropy(self.model.heads[task.name](features[mine]), y[mine], reduction="sum")
+        for place, (here, (_, y)) in enumerate(zip(mine, batches, strict=True)):
+            head = self.model.heads[self.tasks[place].name]
+            total = total + F.cross_entropy(head(features[here]), y, reduction="sum")
         return total / len(rows)
 
     def _validation_loss(self) -> Tensor:

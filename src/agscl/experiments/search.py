@@ -161,6 +161,6 @@ def _judge(job: Job) -> float | None:
     return metrics.average_accuracy(outcome["valid_accuracies"])
 
 
-def command(preset: str, method: str, best: Mapping[str, Any]) -> str:
-    """How to run a preset with these settings."""
-    return f"agscl run {preset} --method {method} --set " + " ".join(f"{key}={value:g}" for key, value in best.items())
+def command(preset: str, method: str, best: Mapping[str, Any]) -> list[str]:
+    """How to run a preset with these settings, word by word."""
+    return ["agscl", "run", preset, "--method", method, "--set", *(f"{key}={value:g}" for key, value in best.items())]

@@ -15,6 +15,7 @@ from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig
 from agscl.runs import Run, RunError
 from agscl.runs.folder import read_json
+from agscl.supervised.trainer import arithmetic, placed
 
 
 def verify_run(folder: Path) -> Verdict:
@@ -37,7 +38,10 @@ def verify_run(folder: Path) -> Verdict:
     paths = sorted((folder / "certificates").glob("*.json"))
     if len(paths) < learned:
         raise RunError(f"{folder}/certificates holds {len(paths)} certificates for {learned} learned tasks")
-    certificates = [Certificate.load(path) for path in paths[:learned]]
+    try:
+        certificates = [Certificate.load(path) for path in paths[:learned]]
+    except ValueError as error:
+        raise RunError(f"{error} Without it there is nothing to check the run's weights against.") from error
 
     found = verify(certificates, trained["model"])
     failed = [line for line in found.lines if line.startswith("FAILED")]
@@ -65,7 +69,7 @@ def _outputs(
     if last.probe is None or last.probe.seed is None:
         return ["the certificates hold no outputs on a probe that could be drawn again"], []
     lines, failed = [], []
-    with _threads(int(last.probe.environment["threads"])):
+    with _threads(int(last.probe.environment["threads"])), arithmetic(config.training.precision):
         batch, outputs = _answers(config, last.probe, last.probe.seed, trained)
         here, there = Probe.environment_of(batch), last.probe.environment
         for certificate in certificates:
@@ -98,7 +102,7 @@ def _answers(config: RunConfig, probe: Probe, seed: int, trained: dict[str, Any]
         model, method = build(config, config.method, batch[:2], device)
         for task, output in probe.outputs.items():
             model.add_head(task, output["shape"][1])
-        model.to(device).load_state_dict(trained["model"])
+        placed(model, device, config.training).load_state_dict(trained["model"])
         method.load_state_dict(trained["method"])
         return batch, method.outputs(batch)
 

@@ -19,15 +19,16 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "ab")  # noqa: SIM115 - open for the life of the run
+        # Open for the life of the run. Unbuffered: what a full disk refused must not be tried again on closing.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, event: dict[str, Any]) -> None:
-        self._file.write(as_json(event, indent=None))
-        self._file.flush()
+        line = memoryview(as_json(event, indent=None))
+        while line:
+            line = line[self._file.write(line) :]
 
     def length(self) -> int:
         """Bytes so far, all of them safely on disk."""
-        self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
 

@@ -53,10 +53,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self._events is not None:
-            self._events.close()
-        if self._lock is not None:
-            self._lock.close()
+        for held in (self._events, self._lock):
+            if held is not None:
+                held.close()
 
     @property
     def events(self) -> EventLog:

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 PIECE = 8192
-"""Numbers handed to the fused kernel as one tensor. It gives 65 536 of a tensor to one multiprocessor, of which a GPU
-has over a hundred: the paper's network for CIFAR would keep a sixth of them busy."""
+"""The fewest numbers handed to the fused kernel as one tensor."""
+PIECES = 128
+"""About so many pieces are made of all weights. The kernel gives 65 536 numbers of a tensor to one multiprocessor, of
+which a GPU has over a hundred: the paper's network for CIFAR, left whole, would keep a sixth of them busy."""
+WHOLE = 65_536
+"""Pieces that large gain nothing."""
 
 
 class _InPieces(torch.optim.Optimizer):
@@ -20,7 +24,8 @@ class _InPieces(torch.optim.Optimizer):
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         *tensors, steps = [one for one in lists if isinstance(one, list) and one] or [[]]
         if group["fused"] and steps:
-            cuts = [_cut(*of_one) for of_one in zip(*tensors, strict=True)]
+            size = max(PIECE, -(-sum(parameter.numel() for parameter in tensors[0]) // PIECES))
+            cuts = [_cut(size, *of_one) for of_one in zip(*tensors, strict=True)]
             counts = [step for step, pieces in zip(steps, cuts, strict=True) for _ in pieces[0]]
             own = torch._foreach_add(counts, 0)  # the kernel counts each piece's step by itself
             torch._foreach_add_(steps, 1)
@@ -38,11 +43,11 @@ class AdamW(_InPieces, torch.optim.AdamW):
     """See `torch.optim.AdamW`."""
 
 
-def _cut(parameter: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+def _cut(size: int, parameter: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """A parameter, its gradient and its moments in pieces; whole where they are not laid out alike."""
     each = (parameter, *others)
     alike = all(other.stride() == parameter.stride() for other in others)
     dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    if alike and dense and parameter.numel() > PIECE:
-        return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(PIECE) for one in each]
+    if alike and dense and size < WHOLE and parameter.numel() > size:
+        return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in each]
     return [(one,) for one in each]

@@ -60,7 +60,8 @@ class TrainingConfig:
     channels_last: bool = False
     """Whether pictures and convolutions are laid out channels last, which is faster on most machines."""
     compile: bool = False
-    """Whether the trunk is compiled for training (torch.compile); takes some seconds once."""
+    """Whether the trunk is compiled for training (torch.compile); takes some seconds once. The first step of a task is
+    not, nor is the first after a run was resumed."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -92,8 +93,8 @@ class Trainer:
 
     `advance()` does one unit of work: the start of a task, one optimizer step (with captured steps: a whole epoch), the
     end of an epoch, or the end of a task. Between any two units `state_dict()` holds all that is needed to continue
-    with the same bits on a CPU. Torch's global generator is seeded at the start of each task, from the seed and the
-    task's place.
+    with the same bits on a CPU (but for `compile`). Torch's global generator is seeded at the start of each task, from
+    the seed and the task's place.
     """
 
     capturable = True  # whether `_loss` can be part of a CUDA graph
@@ -130,8 +131,7 @@ class Trainer:
         self._captured: Captured | None = None  # of the task under way
         self._compiled: Callable[..., Any] | None = None
         if config.compile:
-            model.trunk.compile(dynamic=False)
-            self._compiled, model.trunk._compiled_call_impl = model.trunk._compiled_call_impl, None
+            self._compiled = torch.compile(_calling(model.trunk), dynamic=False)
         self._moved: dict[int, Task] = {}
 
         self.task_index = 0
@@ -182,6 +182,11 @@ class Trainer:
         """Do one unit of work; False once there is none left."""
         if self.done:
             return False
+        with arithmetic(self.config.precision):
+            self._advance()
+        return True
+
+    def _advance(self) -> None:
         if self._optimizer is None:
             self._begin_task()
         elif self.epoch == self.config.epochs:
@@ -193,7 +198,6 @@ class Trainer:
             self._end_epoch(self._optimizer)
         else:
             self._train_step(self._optimizer)
-        return True
 
     def check(self) -> None:
         """Raise if the loss or a weight is no longer finite."""
@@ -215,7 +219,7 @@ class Trainer:
         task = self.task
         torch.manual_seed(mixed_seed(self.seed, self.task_index))
         self.model.add_head(task.name, task.classes)
-        self._place_model()
+        placed(self.model, self.device, self.config)
         self._optimizer = self._new_optimizer()
         self.method.begin_task(
             task.name, self._optimizer, epochs=self.config.epochs, steps_per_epoch=self.steps_per_epoch
@@ -225,11 +229,6 @@ class Trainer:
         self._met = False
         self.losses.append([])
         self.emit({"event": "task started", "task": self.task_index, "name": task.name})
-
-    def _place_model(self) -> None:
-        self.model.to(self.device)
-        if self.config.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         parameters, config = self.model.parameters(), self.config
@@ -314,7 +313,7 @@ class Trainer:
         self.__dict__.pop("_batches", None)
 
     def _tell_epoch(self, epoch: int, loss: float, valid_loss: float | None, rate: float) -> None:
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) or not math.isfinite(valid_loss or 0.0):
             raise self._failure(epoch)
         event: Event = {"event": "epoch", "task": self.task_index, "epoch": epoch, "lr": rate, "loss": loss}
         if valid_loss is not None:
@@ -446,7 +445,7 @@ class Trainer:
         begun = state["task"] + (state["optimizer"] is not None)
         for task in self.tasks[:begun]:
             self.model.add_head(task.name, task.classes)
-        self._place_model()
+        placed(self.model, self.device, self.config)
         self.model.load_state_dict(state["model"])
         self.model.train()
 
@@ -467,6 +466,34 @@ class Trainer:
         torch.set_rng_state(state["random"])
         if "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+
+
+def placed(model: MultiHead, device: torch.device | str, config: TrainingConfig) -> MultiHead:
+    """The model on its device, laid out in memory as it is trained."""
+    model.to(device)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _calling(module: nn.Module) -> Callable[..., Any]:
+    """What calling a module does. `module.compile()` leaves torch's own containers uncompiled, without a word."""
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        return module._call_impl(*inputs, **named)
+
+    return call
+
+
+@contextmanager
+def arithmetic(precision: str) -> Iterator[None]:
+    """Let a GPU multiply float32 numbers as TF32, or forbid it."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:

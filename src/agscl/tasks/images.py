@@ -102,6 +102,11 @@ class Source(ABC):
     @abstractmethod
     def files(self) -> tuple[Path, ...]: ...
 
+    @property
+    def identity(self) -> object:
+        """What tells these pictures from others in the cache."""
+        return str(self)
+
     @abstractmethod
     def column(self, name: str) -> Array: ...
 
@@ -137,6 +142,10 @@ class Shards(Source):
 
     def __str__(self) -> str:
         return str(self._files[0] if len(self._files) == 1 else self._files[0].parent)
+
+    @property
+    def identity(self) -> object:
+        return str(self) if len(self._files) == 1 else [str(path) for path in self._files]
 
     @cached_property
     def _opened(self) -> list[Any]:
@@ -341,7 +350,7 @@ def _from_each(
         _each(source, visit, f"decoding {source.name}, once")
         return array
 
-    identity = (str(source), how, None if rows is None else rows.tobytes(), PIL.__version__)
+    identity = (source.identity, how, None if rows is None else rows.tobytes(), PIL.__version__)
     return cached(source.name, identity, source.state(), make)
 
 

@@ -53,7 +53,8 @@ class Task:
         if not share or self.valid_x is not None:
             return self
         rows = torch.from_numpy(np.random.default_rng([seed, len(self.train_y)]).permutation(len(self.train_y)))
-        held, kept = rows.split([round(share * len(rows)), len(rows) - round(share * len(rows))])
+        count = _held_out(round(share * len(rows)), len(rows), self.name)
+        held, kept = rows[:count], rows[count:]
         return replace(
             self,
             train_x=self.train_x[kept],
@@ -125,7 +126,7 @@ def cut(
     `random` draws which share `validation` of the training rows is set apart; 0: none is.
     """
     rows = random.permutation(train_rows)
-    held = int(validation * len(rows))
+    held = _held_out(int(validation * len(rows)), len(rows), name) if validation else 0
     valid_x, valid_y = _part(train, rows[:held], classes) if validation else (None, None)
     return Task(
         name,
@@ -137,6 +138,13 @@ def cut(
         mean=None if mean is None else torch.tensor(mean),
         std=None if std is None else torch.tensor(std),
     )
+
+
+def _held_out(count: int, of: int, task: str) -> int:
+    """At least one example for validation, and one left for training."""
+    if of < 2:
+        raise ValueError(f"task {task!r} has {of} training example(s), of which none can be set apart for validation")
+    return min(max(count, 1), of - 1)
 
 
 def _part(examples: Examples, rows: Array, classes: Sequence[int]) -> tuple[Tensor, Tensor]:
