@@ -244,7 +244,10 @@ def _convert(raw: Path, folder: Path, made_by: Callable[[Path], dict[str, Any]])
         for split, table in made_by(raw).items():
             path = folder / f"{split}.parquet"
             temporary = path.with_name(path.name + ".tmp")
-            parquet.write_table(table, temporary)
+            with open(temporary, "wb") as file:
+                parquet.write_table(table, file)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
             files.append(Remote(origin, path.name, digest(path), size=path.stat().st_size))
         keep_plan(folder, origin, files)
