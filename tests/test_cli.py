@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import agscl
 from agscl.cli import main
 from agscl.experiments.execute import Interrupted, comparable, execute
 from agscl.experiments.methods import METHODS
@@ -274,6 +275,17 @@ def test_verify_fails_when_the_outputs_on_the_probe_are_not_those_of_a_guarantee
     assert any(line.startswith("FAILED: outputs of task") and "on the probe differ by up to" in line for line in lines)
 
 
+def test_verify_fails_when_the_last_weights_are_damaged_though_the_ones_before_are_sound(guaranteed, capsys):
+    newest = max((guaranteed / "checkpoints").glob("*.safetensors"))
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert any(line.startswith(f"FAILED: checkpoint {int(newest.stem)} is damaged") for line in lines)
+    assert lines[-1].startswith("FAILED: ")
+
+
 def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
     path = guaranteed / "certificates" / "03.json"
     path.write_text(path.read_text()[:100])
@@ -351,6 +363,11 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
         (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, ewc"),
         (["run", "--set", "rho=2"], "rho must be above 0 and at most 1"),
         (["run", "--set", "rho"], "--set takes KEY=VALUE"),
+        (["run", "--set", "weight_decay=-1"], "weight_decay must be at least 0, not -1.0"),
+        (["run", "--set", "momentum=1", "optimizer=sgd"], "momentum must be at least 0 and below 1"),
+        (["run", "--threads", "0"], "--threads must be at least 1"),
+        (["run", "--checkpoint-every", "-1"], "--checkpoint-every takes seconds above 0"),
+        (["compare", "digits", "--methods", "agscl,ewc", "--set", "lam=4"], "e.g. --set agscl.lam=4"),
         (["run", "--set", "rho=much"], "rho is a number, not 'much'"),
         (["run", "--set", "prox_every=day"], "prox_every is epoch or step or a whole number, not 'day'"),
         (["run", "--seed", "-1"], "a seed is 0 or more"),
@@ -610,3 +627,25 @@ def test_what_cannot_be_learned_of_it_is_said_with_a_way_out(tmp_path, capsys, o
     asked = ["run", "cifar100", "--tasks", f"folder:{pictures}", "--task-options", *options]
     assert main([*asked, "--epochs", "1", "--runs", str(tmp_path / "runs")]) in (1, 2)
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_for_comparisons_too(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for words in (["compare", "digits", "--methods", "l2", "--seeds", "1"], ["search", "digits", "--method", "l2"]):
+        assert main([*words, "--runs", str(tmp_path / "file" / "runs")]) == 1
+        message = capsys.readouterr().err
+        assert message.startswith("agscl: ")
+        assert "Not a directory" in message
+
+
+def test_options_of_tasks_that_there_are_not_are_named_with_those_there_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "digits", "--task-options", "foo=1"]) == 1
+    assert "digits: there is no option 'foo'; there are: shuffle_classes, test_share" in capsys.readouterr().err
+    assert main(["run", "--resume"]) == 2, "a run that never began is nothing to go on with"
+    assert "there is no unfinished run" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"agscl {agscl.__version__}\n"

@@ -86,6 +86,18 @@ class TestCache:
         assert np.array_equal(self.load(), first)
         assert len(decodings) == 800
 
+    def test_a_file_of_several_that_has_not_come_is_what_the_error_is_about(self, data):
+        pictures.dataset(data, "cifar100", 100, 3, 1)
+        (data / "cifar100" / "train.parquet").rename(data / "cifar100" / "train-00000-of-00002.parquet")
+        with pytest.raises(tasks.DataMissing, match=r"holds 1 of the 2 files train-00000-of-00002.parquet"):
+            tasks.load("cifar100", seed=0)
+
+    def test_without_what_reads_pictures_the_error_is_about_that(self, data, monkeypatch):
+        pictures.dataset(data, "cifar100", 100, 3, 1)
+        monkeypatch.setattr(images, "find_spec", lambda name: None)
+        with pytest.raises(tasks.DataMissing, match=r"needs pyarrow and Pillow: pip install 'agscl\[data\]'"):
+            tasks.load("cifar100", seed=0)
+
     def test_a_changed_file_is_decoded_anew_and_the_old_pictures_are_removed(self, data, decodings):
         pictures.dataset(data, "cifar100", 100, 3, 1)
         self.load()

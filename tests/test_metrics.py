@@ -47,6 +47,11 @@ def test_a_task_that_never_got_above_zero_lost_nothing():
     assert metrics.stability([[0.0], [0.0, 1.0]]) == 1
 
 
+def test_a_task_that_the_reference_never_learned_is_left_out_of_plasticity():
+    assert metrics.plasticity([[0.5], [0.5, 0.4]], [[0.0], [0.0, 0.8]]) == 0.5
+    assert metrics.plasticity([[0.0], [0.0, 0.4]], [[0.0], [0.0, 0.8]]) == 0.75
+
+
 def test_a_matrix_of_the_wrong_shape_is_refused():
     with pytest.raises(ValueError, match=r"row 1 .* 2 accuracies, not 1"):
         metrics.stability([[0.5], [0.5]])

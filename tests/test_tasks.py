@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import os
 from pathlib import Path
 
@@ -618,3 +619,26 @@ def test_a_small_task_keeps_at_least_one_example_for_validation_and_one_for_trai
     assert (len(plain.valid_y), len(plain.train_y)) == (1, 1)
     with pytest.raises(ValueError, match=r"'t' has 1 training example\(s\), of which none can be set apart"):
         tasks.Task("t", 2, x[:1], y[:1], None, None, x, y).with_validation(0.1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ([[1.0], [2.0]], "not list"),
+        (torch.ones(2, 3, dtype=torch.long), "not torch.int64"),
+        (torch.tensor([[0.0], [math.nan]]), "infinite or NaN"),
+    ],
+)
+def test_inputs_that_cannot_be_are_refused(x, words):
+    with pytest.raises(ValueError, match=words):
+        tasks.from_tensors(x, [0, 1], classes_per_task=2)
+
+
+def test_numbers_are_sorted_as_numbers_and_names_as_a_person_would():
+    x, y = torch.randn(40, 3), torch.tensor([-3, -1, 2, 10]).repeat(10)
+    assert [task.name for task in tasks.from_tensors(x, y, classes_per_task=2)] == ["-3--1", "2-10"]
+    names = [f"class{number}" for number in (10, 9, 2, 1)] * 10
+    assert [task.name for task in tasks.from_tensors(x, names, classes_per_task=2)] == [
+        "class1-class2",
+        "class9-class10",
+    ]

@@ -92,6 +92,7 @@ def run(
     from agscl.runs.folder import read_json
     from agscl.terminal import Progress, say, summary
 
+    _check_numbers(checkpoint_every, threads)
     if tensorboard and not importlib.util.find_spec("tensorboard"):
         raise WrongUse("TensorBoard is not installed: pip install 'agscl[tensorboard]'")
     changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | _settings(method, set)
@@ -308,16 +309,20 @@ def search(
 
 def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float) -> dict[str, str]:
     """Run jobs, several at a time, and show how far they are; returns why some failed."""
+    from agscl.analysis import metrics
     from agscl.experiments import compare as comparing
     from agscl.experiments.execute import Interrupted
     from agscl.experiments.methods import METHODS
     from agscl.runs.folder import read_json
     from agscl.terminal import Comparing, percent, say
 
+    _check_numbers(checkpoint_every)
     failed: dict[str, str] = {}
     notes: dict[str, str] = {}
     if jobs is not None and jobs < 1:
         raise WrongUse("--jobs must be at least 1")
+    for folder in {job.folder.parent for job in plan}:
+        folder.mkdir(parents=True, exist_ok=True)
     processes = _cores() if jobs is None else jobs
     on_gpu = [job for job in plan if job.config.device.startswith("cuda") and not job.finished]
     if min(processes, len(on_gpu)) > 1 and _mps_is_off():
@@ -332,9 +337,12 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
                 failed[str(job)] = how.failed
                 progress.ended(job, "failed")
                 return
-            result = read_json(job.folder / "result.json")
-            average = result["methods"][job.config.method]["average_accuracy"]
-            progress.ended(job, f"average accuracy {percent(average)}")
+            outcome = read_json(job.folder / "result.json")["methods"][job.config.method]
+            if job.tried:
+                average = metrics.average_accuracy(outcome["valid_accuracies"])
+                progress.ended(job, f"average validation accuracy {percent(average)}")
+            else:
+                progress.ended(job, f"average accuracy {percent(outcome['average_accuracy'])}")
 
         try:
             comparing.run_all(
@@ -477,6 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"agscl: the command needs {', '.join(missing)}: pip install 'agscl[cli]'", file=sys.stderr)
         return WRONG_USE
 
+    from agscl import __version__
     from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError
     from agscl.tasks import DataMissing
@@ -491,6 +500,10 @@ def main(arguments: list[str] | None = None) -> int:
         "methods": methods,
         "data": data,
     }
+    given = sys.argv[1:] if arguments is None else arguments
+    if given == ["--version"]:
+        say(f"agscl {__version__}")
+        return DONE
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: say(f"Note: {message}")
@@ -499,13 +512,17 @@ def main(arguments: list[str] | None = None) -> int:
                     commands,
                     prog="agscl",
                     description="Continual learning you can verify. Start with: agscl run",
-                    args=_allow_bare_resume(sys.argv[1:] if arguments is None else arguments),
+                    args=_allow_bare_resume(given),
                 )
             )
     except (WrongUse, DifferentConfig, DataMissing, WeightsMissing) as error:
         return _complain(error, WRONG_USE)
     except RunError as error:
         return _complain(error, FAILED)
+    except OSError as error:  # a folder that cannot be written, a full disk
+        if error.filename is None:
+            raise
+        return _complain(RunError(f"{error.filename}: {error.strerror}"), FAILED)
     except KeyboardInterrupt:
         return STOPPED
 
@@ -556,6 +573,9 @@ def _settings(method: str, pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """What a comparison's `--set` says: settings of training, and those of each method (METHOD.KEY=VALUE)."""
+    from agscl.experiments.methods import METHODS
+    from agscl.experiments.presets import changeable
+
     own: dict[str, dict[str, Any]] = {}
     common = []
     for pair in pairs:
@@ -565,6 +585,10 @@ def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[
                 raise WrongUse(f"--set {pair}: {method!r} is not among the methods compared: {', '.join(methods)}")
             own[method] = own.get(method, {}) | _settings(method, (pair.removeprefix(f"{method}."),))
         else:
+            key = pair.partition("=")[0]
+            owners = [name for name in methods if key in METHODS[name].settings]
+            if owners and key not in changeable("finetune"):
+                raise WrongUse(f"--set {pair}: say whose setting it is, e.g. --set {owners[0]}.{pair}")
             common.append(pair)
     return _settings("finetune", tuple(common)), own
 
@@ -599,6 +623,13 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _check_numbers(checkpoint_every: float, threads: int | None = None) -> None:
+    if not checkpoint_every > 0:
+        raise WrongUse(f"--checkpoint-every takes seconds above 0, not {checkpoint_every:g}")
+    if threads is not None and threads < 1:
+        raise WrongUse(f"--threads must be at least 1, not {threads}")
+
+
 def _check_name(folder: Path, runs: Path) -> None:
     if folder.name in ("", ".", "..") or folder.parent != runs:
         raise WrongUse(f"a run's name is a plain folder name, not {os.path.relpath(folder, runs)!r}")
@@ -628,10 +659,11 @@ def _existing(runs: Path, name: str) -> Path:
 def _resumable(runs: Path, name: str) -> Path:
     if name != NEWEST:
         return _existing(runs, name)
-    unfinished = [path for path in runs.glob("*/config.json") if not (path.parent / "result.json").exists()]
+    begun = [log for log in runs.glob("*/events.jsonl") if log.stat().st_size]
+    unfinished = [log for log in begun if not (log.parent / "result.json").exists()]
     if not unfinished:
         raise WrongUse(f"there is no unfinished run in {runs}/")
-    return max(unfinished, key=lambda path: (path.parent / "events.jsonl").stat().st_mtime).parent
+    return max(unfinished, key=lambda log: log.stat().st_mtime).parent
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ learning task i, for j ≤ i.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 Matrix = Sequence[Sequence[float]]
@@ -18,12 +19,16 @@ def average_accuracy(accuracies: Matrix) -> float:
 
 
 def plasticity(accuracies: Matrix, reference: Matrix) -> float:
-    """Mean over tasks of the just-learned accuracy, relative to plain fine-tuning's on the same sequence and seed."""
+    """Mean over tasks of the just-learned accuracy, relative to plain fine-tuning's on the same sequence and seed.
+
+    A task on which fine-tuning has 0 and this has more can be compared with nothing, and is left out.
+    """
     _check(accuracies)
     _check(reference)
     if len(accuracies) != len(reference):
         raise ValueError(f"{len(accuracies)} tasks against {len(reference)} in the reference; they must be the same")
-    return _mean([_ratio(row[-1], other[-1]) for row, other in zip(accuracies, reference, strict=True)])
+    ratios = [_ratio(row[-1], other[-1]) for row, other in zip(accuracies, reference, strict=True)]
+    return _mean([ratio for ratio in ratios if math.isfinite(ratio)] or ratios)
 
 
 def stability(accuracies: Matrix) -> float:

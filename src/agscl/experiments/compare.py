@@ -38,6 +38,8 @@ class Job:
 
     config: RunConfig
     folder: Path
+    tried: str = ""
+    """In a search: the settings, for a person."""
 
     @property
     def finished(self) -> bool:
@@ -55,7 +57,7 @@ class Job:
         return event["progress"] if event else 0.0
 
     def __str__(self) -> str:
-        return f"{METHODS[self.config.method].title}, seed {self.config.seed}"
+        return self.tried or f"{METHODS[self.config.method].title}, seed {self.config.seed}"
 
 
 @dataclass

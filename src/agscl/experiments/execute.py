@@ -97,9 +97,10 @@ def load_tasks(config: RunConfig) -> TaskSequence:
     except (ValueError, TypeError) as error:  # an option that there is not, or a value that cannot be
         raise RunError(f"{config.tasks}: {error}") from error
     if config.training.validates and any(task.valid_x is None for task in sequence) and not config.hold_out:
+        apart = "set some apart with --task-options validation=0.1, or " if ":" in config.tasks else ""
         raise RunError(
-            f"{config.tasks} has no validation examples, which the preset {config.preset} chooses epochs by: set some "
-            "apart with --task-options validation=0.1, or use --set patience=none restore_best=false"
+            f"{config.tasks} has no validation examples, which the preset {config.preset} chooses epochs by: "
+            f"{apart}use --set patience=none restore_best=false"
         )
     return tuple(task.with_validation(config.hold_out, config.seed) for task in sequence)
 
@@ -116,9 +117,11 @@ def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Traine
     model, method = build(config, name, example)
     wanted = getattr(model.trunk, "input_shape", None)
     if wanted is not None and tuple(example.shape[1:]) != tuple(wanted):
+        own = ":" in config.tasks and len(wanted) == 3
+        advice = f"Give the size: --task-options size={wanted[-1]}" if own else "Use a preset with another network"
         raise RunError(
             f"the network {config.network} reads inputs of {_sides(wanted)}; those of {config.tasks} are "
-            f"{_sides(example.shape[1:])}. Data of your own take a size: --task-options size={wanted[-1]}"
+            f"{_sides(example.shape[1:])}. {advice}"
         )
     kind = Joint if name == "joint" else Trainer
     return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)

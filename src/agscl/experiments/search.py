@@ -142,14 +142,18 @@ def finished(folder: Path, method: str) -> list[Tried]:
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
-    return "-".join(f"{key}={value:g}" for key, value in settings.items())
+    return _words(settings, "-")
+
+
+def _words(settings: Mapping[str, Any], between: str = " ") -> str:
+    return between.join(f"{key}={value:g}" for key, value in settings.items())
 
 
 def _job(
     preset: str, method: str, seed: int, folder: Path, settings: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> Job:
     config = configure(preset, method=method, seed=seed, reference=False, hold_out=HOLD_OUT, **{**changes, **settings})
-    return Job(config, folder / name_of(settings))
+    return Job(config, folder / name_of(settings), tried=_words(settings))
 
 
 def _judge(job: Job) -> float | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig
-from agscl.runs import Run, RunError
+from agscl.runs import Checkpoints, RunError, is_finished
 from agscl.runs.folder import read_json
 from agscl.supervised.trainer import arithmetic, placed
 
@@ -23,7 +23,8 @@ def verify_run(folder: Path) -> Verdict:
     config = RunConfig.from_dict(read_json(folder / "config.json"))
     if config.method == "joint":
         raise RunError(f"{folder} is of joint, where each task trains every head, so nothing is certified")
-    state = Run(folder).checkpoints.load()
+    checkpoints = Checkpoints(folder / "checkpoints")
+    state = checkpoints.load()
     if state is None:
         raise RunError(f"{folder} holds no checkpoint that is whole, so there are no weights to check")
     trained = state["trainer"]
@@ -48,6 +49,9 @@ def verify_run(folder: Path) -> Verdict:
     lines = [line for line in found.lines if line not in failed]
     if not certificates[-1].layout.size:
         lines = [f"{learned} heads checked; {certificates[-1].method} promises nothing about the nodes"]
+    failed += [f"FAILED: checkpoint {number} is damaged: {reason}" for number, reason in checkpoints.damaged.items()]
+    if is_finished(folder) and len(paths) > learned:
+        failed.append(f"FAILED: the weights after the last {len(paths) - learned} of {len(paths)} tasks are lost")
     seen, wrong = _outputs(config, certificates, trained)
     failed += [f"FAILED: {line}" for line in wrong]
     return Verdict(not failed, [*lines, *seen, *failed, _verdict(certificates, len(failed))])

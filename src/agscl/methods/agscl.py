@@ -511,9 +511,9 @@ class AGSCL(NodeMethod):
         if reach and self.config.mu * reach < smallest:
             self._warn(
                 "mu",
-                f"mu is too small for any node to become free: in this task it could take {self.config.mu * reach:.3g} "
-                f"off a node's norm, and the smallest was {smallest:.3g}. Use mu of about {median / reach:.3g} or "
-                "more, or train for more epochs.",
+                "mu is too small to free a node, other than those that never fire: in this task it could take "
+                f"{self.config.mu * reach:.3g} off a node's norm, and the smallest was {smallest:.3g}. Use mu of about "
+                f"{median / reach:.3g} or more, or train for more epochs.",
             )
             return
         free = self.free.cpu()

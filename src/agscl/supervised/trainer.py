@@ -69,6 +69,10 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1, or none for a constant rate, not {self.patience}")
         if self.drop_at is not None and self.drop_at < 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 
 from agscl.tasks.eight import EIGHT, FIVE
 from agscl.tasks.own import from_folder, from_hub, from_tensors
@@ -57,10 +58,20 @@ def load(name: str, *, seed: int, **options: object) -> TaskSequence:
     """
     kind, colon, where = name.partition(":")
     if colon and kind in _OWN:
+        _check(options, from_folder, _OWN[kind])
         return _OWN[kind](where, seed=seed, **options)
     if name not in SEQUENCES:
         known = ", ".join([*SEQUENCES, "folder:PATH", "hub:NAME"])
         raise ValueError(f"no task sequence is called {name!r}; there are: {known}")
     module, _, function = SEQUENCES[name].loader.partition(":")
     loader: Callable[..., TaskSequence] = getattr(import_module(f"agscl.tasks.{module}"), function)
+    _check(options, loader)
     return loader(seed=seed, **options)
+
+
+def _check(options: Mapping[str, object], *loaders: Callable[..., TaskSequence]) -> None:
+    """Whether the loaders have these options."""
+    parameters = [each for loader in loaders for each in signature(loader).parameters.values()]
+    known = dict.fromkeys(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "seed")
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"there is no option {unknown[0]!r}; there are: {', '.join(known) or 'none'}")

@@ -123,6 +123,9 @@ def source(name: str, split: str) -> Source:
     found = None if folder is None else find(name, folder, split)
     if found is not None:
         return found
+    for each in folders():
+        for wanted in DATASETS[name].splits:
+            find(name, each / name, wanted)  # says what is wrong with what is there
     files = " and ".join(f"{each}.parquet" for each in DATASETS[name].splits)
     looked = " and in ".join(str(folder / name) for folder in folders())
     unset = "" if os.environ.get("AGSCL_DATA") else " (AGSCL_DATA, the folder of your own data, is not set)"

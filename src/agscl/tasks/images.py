@@ -374,7 +374,8 @@ def _each(source: Source, visit: Callable[[int, bytes], None], what: str) -> Non
 
 def in_order(values: Array) -> list[Any]:
     """The different values, as a person would sort them."""
-    return sorted(set(values.tolist()), key=lambda value: natural(str(value)))
+    different = set(values.tolist())
+    return sorted(different, key=None if values.dtype.kind in "biuf" else lambda value: natural(str(value)))
 
 
 def natural(name: str) -> list[tuple[int, str]]:
