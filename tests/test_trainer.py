@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,7 @@ def make_trainer(method=AGSCL, config=QUICK, tasks=TASKS, seed=0) -> Trainer:
     )
     model = MultiHead(trunk, features=12)
     example = tasks[0].train_x[:2]
-    settings = {"mu": 45.0, "lam": 100.0, "rho": 0.5, "example_input": example} if method is AGSCL else {}
+    settings = {"mu": 52.0, "lam": 100.0, "rho": 0.5, "example_input": example} if method is AGSCL else {}
     return Trainer(model, method(model, **settings), tasks, config, seed=seed)
 
 
@@ -95,7 +96,11 @@ def test_the_order_of_the_batches_depends_on_the_position_alone():
     torch.manual_seed(7)
     assert all(torch.equal(a, b) for a, b in zip(one._batches, other._batches, strict=True))
     assert sorted(torch.cat(one._batches).tolist()) == list(range(40))
-    assert len({mixed_seed(seed, task, epoch) for seed in range(9) for task in range(9) for epoch in range(9)}) == 729
+
+
+def test_no_two_places_share_a_seed():
+    places = [place for length in (1, 2, 3) for place in itertools.product(range(9), repeat=length)]
+    assert len({mixed_seed(*place) for place in places}) == len(places) == 9 + 81 + 729
 
 
 class Scripted(Trainer):

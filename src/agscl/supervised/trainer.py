@@ -537,4 +537,5 @@ def _placed(key: str, value: Any, parameter: Tensor, optimizer: torch.optim.Opti
 
 def mixed_seed(*parts: int) -> int:
     """One seed from several numbers, so that neighbouring seeds and positions share no random stream."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+    of = [len(parts), *parts]  # or (3,), (3, 0) and (3, 0, 0) would be one: trailing zeros do not count there
+    return int(np.random.SeedSequence(of).generate_state(1, np.uint64)[0] >> 1)
