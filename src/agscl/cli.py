@@ -75,7 +75,7 @@ def run(
         epochs: Epochs per task.
         batch_size: Examples per step.
         lr: Learning rate at the start of each task.
-        set: Settings of the method or of training, e.g. --set mu=20 lam=inf patience=5.
+        set: Settings of the method or of training, after PRESET, e.g. --set mu=20 lam=inf patience=5.
         tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
         task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
         device: Where to train, e.g. cpu or cuda.
