@@ -20,14 +20,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import agscl
-from agscl import GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet
+from agscl import EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods.base import Method, SelfCheckWarning
 from agscl.methods.gpm import extend, layer_inputs, project
 from agscl.networks import NETWORKS
 from agscl.runs.checkpoints import digest, flatten, unflatten
-from agscl.supervised import Trainer
+from agscl.supervised import Trainer, TrainingConfig
 from agscl.supervised.trainer import mixed_seed
+from agscl.tasks import Task
 from loops import bits, blobs, mlp, same
 from zoo import SUPPORTED
 
@@ -971,3 +972,26 @@ def test_the_trunk_keeps_its_bits_and_statistics_after_the_first_task(optimizer)
     learn(method, step, 1)
     assert same(before, {k: v for k, v in bits(model).items() if "t1" not in k})
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_when_the_rate_drops_the_embedding_starts_anew_as_adam_does(engine, together):
+    class Scripted(Trainer):
+        def _validation_loss(self):
+            return torch.tensor([3.0, 4.0, 4.0][self.epoch], dtype=torch.float64)
+
+    torch.manual_seed(0)
+    model = MultiHead(mlp(16), features=16)
+    x, y = torch.randn(32, 16), torch.arange(32) % 2
+    hat = HAT(model, c=0.1, example_input=x[:2])
+    method = Together(hat, EWC(model, lam=1.0)) if together else hat
+    config = TrainingConfig(epochs=3, batch_size=8, patience=2, engine=engine)
+    trainer = Scripted(model, method, (Task("t", 2, x, y, x, y, x, y),), config, seed=0)
+    ages = []
+    while trainer.epoch < 3:
+        before = trainer.epoch
+        trainer.advance()
+        if trainer.epoch > before:
+            ages.append((int(hat._age), int(hat._moves), bool(hat._moments[0].any())))
+    assert ages == [(4, 4, True), (8, 8, True), (0, 12, False)]

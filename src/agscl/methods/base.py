@@ -204,6 +204,12 @@ class Method:
         self._under_way("end_epoch")
         self._end_epoch()
 
+    def clear_moments(self, when: Tensor | None = None) -> None:
+        """For a loop that clears an optimizer's state within a task, or does so where `when` is true.
+
+        What a method moves by itself, as an optimizer does, then starts anew too.
+        """
+
     def end_task(self, batches: Iterable[Any], forward: Forward | None = None) -> None:
         """Finish the task: `batches` of its training data (`x` or `(x, y)`) serve to measure importances.
 

@@ -85,6 +85,7 @@ class HAT(NodeMethod):
         self.embedding: nn.Parameter | None = None  # of the task under way
         self._moments: list[Tensor] = []  # of the embedding: first and second
         self._moves: int | Tensor = 0  # steps of the embedding in this task; on a GPU counted there
+        self._age: int | Tensor = 0  # of its moments, in steps, likewise
         self._position: int | Tensor = 0  # steps in this epoch, likewise
         self._gradient: Tensor | None = None
         self._factors: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, 1 − min(…), its value at the last step
@@ -210,7 +211,7 @@ class HAT(NodeMethod):
         if dist.is_available() and dist.is_initialized():  # all ranks begin alike
             dist.broadcast(values, 0)
         self._take_embedding(values)
-        self._count_from(0, 0)
+        self._count_from(0, 0, 0)
         self._protect()
         free = self.used < 0.5
         full = [name for name, layer in self.graph.layers.items() if not bool(free[layer.groups.to(free.device)].any())]
@@ -221,11 +222,12 @@ class HAT(NodeMethod):
                 f"larger c (it is {self.config.c:g}) or wider layers.",
             )
 
-    def _count_from(self, moves: int, position: int) -> None:
-        """A captured step counts on the device."""
+    def _count_from(self, *counts: int) -> None:
+        """Take up moves, position and age; a captured step counts on the device."""
         place = self.used.device
-        counts = (moves, position) if place.type == "cpu" else torch.tensor([moves, position], device=place).unbind()
-        self._moves, self._position = counts
+        self._moves, self._position, self._age = (
+            counts if place.type == "cpu" else torch.tensor(counts, device=place).unbind()
+        )
 
     def _take_embedding(self, values: Tensor) -> None:
         """Let the optimizer look after the gradient of a new embedding."""
@@ -292,6 +294,7 @@ class HAT(NodeMethod):
         gradient = self.compensated(gradient + self.penalty_gradient(self.s, before), before)
         group, (first, second), old = optimizer.param_groups[0], self._moments, [m.clone() for m in self._moments]
         self._moves += 1
+        self._age += 1
         if isinstance(optimizer, SGD):
             first.mul_(group["momentum"]).add_(gradient)
             move = first
@@ -299,7 +302,7 @@ class HAT(NodeMethod):
             b1, b2 = group.get("betas", (0.9, 0.999))
             first.lerp_(gradient, 1 - b1)
             second.lerp_(gradient.square(), 1 - b2)
-            move = first / (1 - b1**self._moves) / ((second / (1 - b2**self._moves)).sqrt() + 1e-8)
+            move = first / (1 - b1**self._age) / ((second / (1 - b2**self._age)).sqrt() + 1e-8)
         e.sub_(move * group["lr"]).clamp_(-BOUND, BOUND)
         if skipped is not None:  # a fused optimizer's overflow: nothing was to happen
             for now, then in zip((e, first, second), (before, *old), strict=True):
@@ -319,6 +322,15 @@ class HAT(NodeMethod):
         if self._steps_per_epoch is None:
             self._steps_per_epoch = int(self._position) or None
         self._position *= 0
+
+    def clear_moments(self, when: Tensor | None = None) -> None:
+        when = torch.ones((), dtype=torch.bool, device=self.used.device) if when is None else when
+        for moment in self._moments:
+            moment.masked_fill_(when, 0.0)
+        if isinstance(self._age, Tensor):  # in place: a captured step counts there
+            self._age.masked_fill_(when, 0)
+        elif bool(when):
+            self._age = 0
 
     # A task ends -----------------------------------------------------------------------------------------------------
 
@@ -431,7 +443,7 @@ class HAT(NodeMethod):
             state |= {
                 "embedding": self.embedding.detach().clone(),
                 "moments": [moment.clone() for moment in self._moments],
-                "counts": [int(self._moves), int(self._position)],
+                "counts": [int(self._moves), int(self._position), int(self._age)],
             }
         return state
 

@@ -71,6 +71,10 @@ class Together(Method):
         for method in self.methods:
             method.end_epoch()
 
+    def clear_moments(self, when: Tensor | None = None) -> None:
+        for method in self.methods:
+            method.clear_moments(when)
+
     def end_task(self, batches: Iterable[Any], forward: Forward | None = None) -> None:
         self._under_way("end_task")
         if iter(batches) is batches:  # can be walked through only once

@@ -151,6 +151,7 @@ class Captured:
             for value in state.values():
                 if isinstance(value, Tensor):
                     value.masked_fill_(drop, 0)
+        self.trainer.method.clear_moments(drop)
 
     # Capturing -------------------------------------------------------------------------------------------------------
 

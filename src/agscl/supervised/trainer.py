@@ -336,6 +336,7 @@ class Trainer:
         if self.config.patience is not None and self._stalled >= self.config.patience:
             self._stalled = 0
             optimizer.state.clear()
+            self.method.clear_moments()
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] / self.config.factor
 
