@@ -38,17 +38,18 @@ class Joint(Trainer):
 
     def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
         of, within = (part[rows] for part in self._pool)
-        mine = [of == place for place in range(self.task_index + 1)]
-        batches = [self.task_at(place).batch(within[here]) for place, here in enumerate(mine)]
-        x = batches[0][0].new_empty(len(rows), *batches[0][0].shape[1:])
-        for here, (inputs, _) in zip(mine, batches, strict=True):
-            x[here] = inputs
+        mine = {place: of == place for place in of.unique().tolist()}
+        batches = {place: self.task_at(place).batch(within[here]) for place, here in mine.items()}
+        some = next(iter(batches.values()))[0]
+        x = some.new_empty(len(rows), *some.shape[1:])
+        for place, (inputs, _) in batches.items():
+            x[mine[place]] = inputs
         with self._computing():
             features = self.model.trunk(self._laid_out(x)).flatten(1).float()
         total = torch.zeros((), device=self.device)
-        for place, (here, (_, y)) in enumerate(zip(mine, batches, strict=True)):
-            head = self.model.heads[self.tasks[place].name]
-            total = total + F.cross_entropy(head(features[here]), y, reduction="sum")
+        for place, (_, y) in batches.items():
+            output = self.model.heads[self.tasks[place].name](features[mine[place]])
+            total = total + F.cross_entropy(output, y, reduction="sum")
         return total / len(rows)
 
     def _validation_loss(self) -> Tensor:
