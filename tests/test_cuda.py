@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
+from agscl.arithmetic import tf32_allowed
 from agscl.networks.cifar import CifarTrunk
 from agscl.proximal import pull, shrink
 from agscl.runs.checkpoints import flatten, unflatten
@@ -373,3 +374,18 @@ def test_the_fast_ways_gradients_point_where_those_of_float32_do():
     for name, gradient in exact.items():
         assert F.cosine_similarity(gradient, fast[name], dim=0) > 0.95, name  # bf16 keeps 8 bits
         assert fast[name].norm().item() == pytest.approx(gradient.norm().item(), rel=0.05), name
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("float32", False), ("tf32", True), ("bf16", True)])
+def test_arithmetic_is_that_of_the_trainer_while_it_works_and_the_users_own_before_and_after(precision, expected):
+    before, seen = tf32_allowed(), []
+    model = MultiHead(mlp(64), features=64).cuda()
+    x, y = torch.randn(48, 16), torch.randint(3, (48,))
+    config = TrainingConfig(epochs=1, patience=None, restore_best=False, precision=precision)
+    trainer = Trainer(model, FineTune(model), (Task("t0", 3, x, y, None, None, x, y),), config, seed=0, device="cuda")
+    model.trunk.register_forward_hook(lambda *call: seen.append(tf32_allowed()))
+    while trainer.advance():
+        pass
+    assert seen
+    assert all(allowed == {"matmul": expected, "cudnn": expected} for allowed in seen)
+    assert tf32_allowed() == before

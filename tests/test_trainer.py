@@ -408,21 +408,6 @@ def test_a_validation_loss_that_is_not_a_number_stops_training(engine):
         outcome(trainer)
 
 
-def test_arithmetic_is_that_of_the_trainer_while_it_works_and_the_users_own_before_and_after():
-    def allowed():
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-
-    before, seen = allowed(), set()
-    for precision, expected in (("float32", (False, False)), ("tf32", (True, True))):
-        trainer = make_trainer(FineTune, replace(QUICK, precision=precision))
-        loss_of = trainer._loss_of
-        trainer._loss_of = lambda *inputs, of=loss_of: seen.add(allowed()) or of(*inputs)
-        outcome(trainer)
-        assert seen == {expected}
-        seen.clear()
-        assert allowed() == before
-
-
 def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_not_compiled_again(monkeypatch):
     from torch._dynamo.utils import counters
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agscl.arithmetic import tf32_allowed
 from agscl.files import write_atomically
 
 __all__ = ["NEVER", "Certificate", "Finding", "Layout", "Probe", "Verdict", "digest", "group_digests", "verify"]
@@ -91,8 +92,7 @@ class Probe:
             "cpu": torch.backends.cpu.get_cpu_capability(),
         }
         if tensor.is_cuda:
-            allowed = {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32}
-            environment["tf32"] = ", ".join(name for name, on in allowed.items() if on) or "none"
+            environment["tf32"] = ", ".join(name for name, on in tf32_allowed().items() if on) or "none"
         return environment
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agscl import tasks
 from agscl.analysis import metrics
+from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
@@ -26,7 +27,7 @@ from agscl.networks import NETWORKS
 from agscl.runs import Run, RunError, digest
 from agscl.runs.folder import read_json
 from agscl.supervised import Trainer, TrainingFailed
-from agscl.supervised.trainer import Event, arithmetic, mixed_seed
+from agscl.supervised.trainer import Event, mixed_seed
 from agscl.tasks import TaskSequence
 
 DIVERGED = "diverged.json"

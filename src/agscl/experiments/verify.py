@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig
 from agscl.runs import Checkpoints, RunError, is_finished
 from agscl.runs.folder import read_json
-from agscl.supervised.trainer import arithmetic, placed
+from agscl.supervised.trainer import placed
 
 
 def verify_run(folder: Path) -> Verdict:

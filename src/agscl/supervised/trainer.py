@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from agscl.arithmetic import arithmetic
 from agscl.heads import MultiHead
 from agscl.methods.base import Method
 from agscl.supervised.adam import Adam, AdamW
@@ -186,7 +187,7 @@ class Trainer:
         """Do one unit of work; False once there is none left."""
         if self.done:
             return False
-        with arithmetic(self.config.precision):
+        with arithmetic(self.config.precision) if self.device.type == "cuda" else nullcontext():
             self._advance()
         return True
 
@@ -488,17 +489,6 @@ def _calling(module: nn.Module) -> Callable[..., Any]:
         return module._call_impl(*inputs, **named)
 
     return call
-
-
-@contextmanager
-def arithmetic(precision: str) -> Iterator[None]:
-    """Let a GPU multiply float32 numbers as TF32, or forbid it."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
