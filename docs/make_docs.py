@@ -210,15 +210,23 @@ def comparison(result: Result) -> str:
 def compared(result: Result) -> str:
     """Every method of a comparison, with the settings it had."""
     lines = [
-        "| method | setting | seeds | average accuracy, % | plasticity | stability | forgetting, % |",
-        "|---|---|---|---|---|---|---|",
+        "| method | setting | seeds | average accuracy, % | AGS-CL's lead, seed by seed | plasticity | stability "
+        "| forgetting, % |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    ours = _by_seed(result["methods"]["agscl"])
     for name, of in result["methods"].items():
         strength = [f"{SYMBOLS[key]} {value:g}" for key, value in of["settings"].items() if key in SYMBOLS]
         parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
+        lead = [ours[seed] - other for seed, other in _by_seed(of).items() if seed in ours]
+        parts.insert(1, "–" if name == "agscl" else _spread_of(spread_over(lead), 100, 1))
         lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(of['seeds'])} | " + " | ".join(parts) + " |")
     missing = "" if result["complete"] else " Not all seeds have run yet."
     return "\n".join([*lines, "", f"Seeds from 0 on, as many as the table says.{missing} {source(result)}"])
+
+
+def _by_seed(of: dict[str, Any]) -> dict[int, float]:
+    return dict(zip(of["seeds"], of["average_accuracy"]["values"], strict=True))
 
 
 @made_from("authors")
@@ -347,9 +355,25 @@ def fast(result: Result) -> str:
             f"compiled network are at hand; {_alone(result)}{seeds} seeds side by side"
             f"{' under MPS' if several.get('mps') else ''}, with their processes' start: {several['seconds']:.1f} s.",
             "",
+            *_parts_of_a_run(result),
             source(result),
         ]
     )
+
+
+def _parts_of_a_run(result: dict[str, Any]) -> list[str]:
+    """Where the time of a process of its own goes."""
+    if "alone" not in result:
+        return []
+    first, again = result["alone"].values()
+    alone, together = again["training_seconds"], [run["training_seconds"] for run in result["side_by_side"]["runs"]]
+    return [
+        f"Of a process of its own, {again['process_seconds'] - again['seconds']:.0f} s go into starting Python and "
+        f"importing torch, {again['seconds'] - alone:.0f} s into making data, CUDA, cuDNN and the node graph ready, "
+        f"{first['training_seconds'] - alone:.0f} s into compiling the first time. {len(together)} side by side fill "
+        f"the GPU: training took each of them {statistics.mean(together) / alone:.1f} times as long as one alone.",
+        "",
+    ]
 
 
 @made_from("contract")

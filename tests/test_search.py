@@ -30,7 +30,7 @@ def test_a_search_goes_beyond_the_first_and_the_last_value_by_the_step_next_to_i
 @pytest.mark.parametrize("best", [50.0, 500.0, 1e9])
 def test_a_search_ends_where_the_best_value_has_worse_ones_on_both_sides(tmp_path, monkeypatch, best):
     monkeypatch.setitem(AXES, "l2", (Axis("lam", (0.1, 1.0, 10.0)),))
-    monkeypatch.setattr(searching, "_judge", lambda job: 1 / (1 + abs(math.log(job.config.settings["lam"] / best))))
+    monkeypatch.setattr(searching, "judge", lambda job: 1 / (1 + abs(math.log(job.config.settings["lam"] / best))))
     found = searching.search("digits", "l2", tmp_path, lambda jobs: None, lam=1.0)
     tried = sorted(one.settings["lam"] for one in found)
     assert tried == [0.1, 1, 10, 100, 1000, 10_000][: 5 if best == 50 else 6], "three steps further at the most"
@@ -38,7 +38,7 @@ def test_a_search_ends_where_the_best_value_has_worse_ones_on_both_sides(tmp_pat
 
 
 def test_of_equal_values_the_one_nearest_to_the_start_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(searching, "_judge", lambda job: 0.5)
+    monkeypatch.setattr(searching, "judge", lambda job: 0.5)
     found = searching.search("digits", "l2", tmp_path, lambda jobs: None, lam=1.0)
     assert found[0].settings == {"lam": 1.0}
     assert len(found) == 5, "and nothing beyond"
@@ -68,7 +68,7 @@ def test_a_run_that_did_not_finish_for_another_reason_ends_the_search(tmp_path):
 
 
 def test_a_search_can_be_limited_to_some_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(searching, "_judge", lambda job: 0.5)
+    monkeypatch.setattr(searching, "judge", lambda job: 0.5)
     found = searching.search("digits", "agscl", tmp_path, lambda jobs: None, only=["rho"])
     assert {(one.settings["lam"], one.settings["mu"]) for one in found} == {(5000.0, 10.0)}
     assert sorted(one.settings["rho"] for one in found) == [0.1, 0.2, 0.3, 0.4, 0.5]

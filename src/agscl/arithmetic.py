@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,28 +23,26 @@ _cudnn: Any = torch.backends.cudnn
 @contextmanager
 def arithmetic(precision: str) -> Iterator[None]:
     """Within it TF32 is forbidden for "float32", else allowed; afterwards it is as it was."""
-    with _quietly():
-        older = _older()
-        newer = _newer() if older is None else {}
-        _matmul.allow_tf32 = _cudnn.allow_tf32 = precision != "float32"
+    older = _older()
+    newer = _newer() if older is None else {}
+    _matmul.allow_tf32 = _cudnn.allow_tf32 = precision != "float32"
     try:
         yield
     finally:
-        with _quietly():
-            if older is not None:
-                _matmul.allow_tf32, _cudnn.allow_tf32 = older
-            for setting, value in newer.items():
-                setting.fp32_precision = value
+        if older is not None:
+            _matmul.allow_tf32, _cudnn.allow_tf32 = older
+        for setting, value in newer.items():
+            setting.fp32_precision = value
 
 
 def tf32_allowed() -> dict[str, bool]:
     """For products of matrices and for convolutions."""
-    with _quietly():
-        allowed = _older() or [value == "tf32" for value in _newer().values()]
+    allowed = _older() or [value == "tf32" for value in _newer().values()]
     return {"matmul": allowed[0], "cudnn": allowed[1]}
 
 
 def _older() -> tuple[bool, bool] | None:
+    _let_torch_warn()
     try:
         return _matmul.allow_tf32, _cudnn.allow_tf32
     except RuntimeError:  # the newer settings are in use
@@ -54,9 +53,12 @@ def _newer() -> dict[Any, str]:
     return {setting: setting.fp32_precision for setting in (_matmul, _cudnn.conv, _cudnn.rnn)}
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """The older settings say that they are going to be deprecated."""
+@cache
+def _let_torch_warn() -> None:
+    """The older settings say, once, that they are going to be deprecated: nothing that a user could do about."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Please use the new API settings")
-        yield
+        warnings.simplefilter("ignore")
+        try:
+            _ = _matmul.allow_tf32
+        except RuntimeError:
+            return

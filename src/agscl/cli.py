@@ -309,8 +309,8 @@ def search(
 
 def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float) -> dict[str, str]:
     """Run jobs, several at a time, and show how far they are; returns why some failed."""
-    from agscl.analysis import metrics
     from agscl.experiments import compare as comparing
+    from agscl.experiments import search as searching
     from agscl.experiments.execute import Interrupted
     from agscl.experiments.methods import METHODS
     from agscl.runs.folder import read_json
@@ -337,12 +337,12 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
                 failed[str(job)] = how.failed
                 progress.ended(job, "failed")
                 return
-            outcome = read_json(job.folder / "result.json")["methods"][job.config.method]
             if job.tried:
-                average = metrics.average_accuracy(outcome["valid_accuracies"])
-                progress.ended(job, f"average validation accuracy {percent(average)}")
-            else:
-                progress.ended(job, f"average accuracy {percent(outcome['average_accuracy'])}")
+                progress.ended(job, f"average validation accuracy {percent(searching.judge(job) or 0.0)}")
+                return
+            result = read_json(job.folder / "result.json")
+            average = result["methods"][job.config.method]["average_accuracy"]
+            progress.ended(job, f"average accuracy {percent(average)}")
 
         try:
             comparing.run_all(

@@ -151,11 +151,10 @@ def comparison(compared: Mapping[str, Any]) -> None:
 def searched(tried: Sequence[Tried]) -> None:
     """The end of `agscl search`: what was tried, the best first."""
     settings = list(dict.fromkeys(key for one in tried for key in one.settings))
-    table = _table("", *settings, "average validation accuracy, %")
+    table = _table(None, *settings, "average validation accuracy, %")
     for one in tried:
         values = [f"{one.settings[key]:g}" for key in settings]
         table.add_row(*values, "failed" if one.valid_accuracy is None else f"{100 * one.valid_accuracy:.1f}")
-    table.title = None
     console.print()
     console.print(table)
 
@@ -234,7 +233,7 @@ def _short(name: str, width: int = 12) -> str:
     return name if len(name) <= width else name[: width - 1] + "…"
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str | None, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", header_style="dim", no_wrap=True)

@@ -108,7 +108,7 @@ def search(
             jobs = [_job(preset, method, seed, folder, each, changes) for each in settings]
             run([job for job in jobs if not job.diverged])
             for each, job in zip(settings, jobs, strict=True):
-                tried[name_of(each)] = Tried(each, _judge(job))
+                tried[name_of(each)] = Tried(each, judge(job))
                 values.add(each[axis.setting])
             order = sorted(tried.values(), key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
             if order[0].valid_accuracy is not None:
@@ -156,7 +156,8 @@ def _job(
     return Job(config, folder / name_of(settings), tried=_words(settings))
 
 
-def _judge(job: Job) -> float | None:
+def judge(job: Job) -> float | None:
+    """A job's average validation accuracy after the last task; none if it diverged."""
     if job.diverged:
         return None
     if not job.finished:  # out of memory, say, which tells nothing of the settings

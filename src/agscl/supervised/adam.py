@@ -1,4 +1,4 @@
-"""Torch's fused Adam and AdamW, bit for bit, quicker on networks of some million weights."""
+"""Torch's fused Adam and AdamW, bit for bit, quicker on networks of up to some million weights."""
 
 from __future__ import annotations
 
