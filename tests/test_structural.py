@@ -995,3 +995,26 @@ def test_when_the_rate_drops_the_embedding_starts_anew_as_adam_does(engine, toge
         if trainer.epoch > before:
             ages.append((int(hat._age), int(hat._moves), bool(hat._moments[0].any())))
     assert ages == [(4, 4, True), (8, 8, True), (0, 12, False)]
+
+
+def test_a_hat_state_from_before_moments_had_an_age_is_taken_up():
+    def made():
+        torch.manual_seed(0)
+        model = MultiHead(mlp(16), features=16)
+        x, y = torch.randn(32, 16), torch.arange(32) % 2
+        hat = HAT(model, c=0.1, example_input=x[:2])
+        config = TrainingConfig(epochs=3, batch_size=8, patience=None, restore_best=False)
+        return hat, Trainer(model, hat, (Task("t", 2, x, y, None, None, x, y),), config, seed=0)
+
+    _, stopped = made()
+    while stopped.epoch < 2:
+        stopped.advance()
+    state = unflatten(*flatten(stopped.state_dict()))
+    state["method"]["counts"] = state["method"]["counts"][:2]
+    hat, continued = made()
+    continued.load_state_dict(state)
+    assert (hat._moves, hat._age) == (8, 8)
+    for each in (stopped, continued):
+        while each.advance():
+            pass
+    assert digest(continued.model.state_dict()) == digest(stopped.model.state_dict())

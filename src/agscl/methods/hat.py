@@ -457,7 +457,8 @@ class HAT(NodeMethod):
         if "embedding" in state:  # into the optimizer at once: its own state may be loaded next
             self._take_embedding(state["embedding"])
             self._moments = [moment.to(device, copy=True) for moment in state["moments"]]
-            self._count_from(*state["counts"])
+            moves, position, *age = state["counts"]  # older states know no age
+            self._count_from(moves, position, *(age or [moves]))
         self._state = state if state["built"] else None
         if self._graph is not None and self._state is not None:
             self._take_up(state)

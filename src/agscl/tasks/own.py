@@ -148,7 +148,7 @@ def _checked(x: Tensor, y: Tensor | Sequence[Any], group: Tensor | Sequence[Any]
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.dtype == torch.uint8):
         what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"inputs are a tensor of floats, or of bytes (uint8) for pictures, not {what}")
-    if not bool(x.isfinite().all()):
+    if x.is_floating_point() and not bool(x.isfinite().all()):
         raise ValueError("some inputs are infinite or NaN")
     part = _Part(x, np.asarray(y), None if group is None else np.asarray(group))
     for what, values in (("labels", part.label), ("values that say which task they belong to", part.group)):
