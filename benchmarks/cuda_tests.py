@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/cuda_tests.json"))
     arguments = parser.parse_args()
-    words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--show-capture=no"]
     words += ["tests/test_cuda.py", "tests/test_adam.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout[-10_000:])

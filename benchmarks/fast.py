@@ -52,9 +52,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 }
 COMPARED = (
     "plain",
-    "captured",
     "captured, TF32, channels last, compiled",
-    "captured, bf16, channels last",
     "captured, bf16, channels last, compiled",
     "channels last",
 )

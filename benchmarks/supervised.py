@@ -53,6 +53,7 @@ def commits_of(folders: Iterable[Path]) -> list[str]:
 def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: dict[str, Any]) -> None:
     """Every method at the same time, so that the device is never idle."""
 
+    values = json.loads(arguments.values)
     folders = {method: arguments.runs / f"search-{arguments.preset}-{method}" for method in methods}
 
     def one(method: str) -> list[search.Tried]:
@@ -64,6 +65,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
                 folder,
                 lambda jobs: run(arguments, jobs, max(1, arguments.jobs // min(arguments.jobs, len(methods)))),
                 only=arguments.only,
+                values=values.get(method),
                 device=arguments.device,
                 **changes,
             )
@@ -148,6 +150,9 @@ def main() -> None:
     parser.add_argument("preset")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--only", nargs="+", default=None, help="with --search: these settings alone, e.g. lam")
+    parser.add_argument(
+        "--values", default="{}", help="with --search: just these values of its first setting, '{\"ewc\": [100, 400]}'"
+    )
     parser.add_argument("--methods", default=",".join(SIX))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--settings", type=Path, default=None, help="a search's result to take settings from")

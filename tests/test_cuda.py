@@ -208,10 +208,10 @@ def test_what_a_captured_step_cannot_do_is_a_clear_error(every, steps):
         step(model, optimizer, "t0", x, y)
 
 
-def trained(method, capture=True, **options):
+def trained(method, capture=True, dropout=0.2, **options):
     """Three tasks of the trainer's own tests, on the GPU."""
     torch.manual_seed(0)
-    trunk = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU())
+    trunk = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 64), nn.ReLU())
     model = MultiHead(trunk, features=64).cuda()
     tasks = []
     for number in range(3):
@@ -275,11 +275,15 @@ def test_the_graphs_of_one_task_leave_no_memory_behind_for_the_next():
     assert reserved[-1] < reserved[1] + 2**25, reserved
 
 
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"compile": True}])
-def test_other_arithmetic_ends_near_the_plain_one(options):
-    fast, plain = trained(KINDS["AGSCL"], **options), trained(KINDS["AGSCL"])
-    average = [sum(each.accuracies[-1]) / 3 for each in (fast, plain)]
-    assert average[0] == pytest.approx(average[1], abs=0.1)
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [({"compile": True}, 0.001), ({"precision": "bf16"}, 0.1), ({"precision": "bf16", "compile": True}, 0.1)],
+)
+def test_other_arithmetic_follows_the_plain_one(options, apart):
+    """Without dropout: a compiled network draws other nodes, and on so little data that alone moves accuracy by 0.1."""
+    fast, plain = (trained(KINDS["AGSCL"], dropout=0.0, **each) for each in (options, {}))
+    for one, other in zip(fast.losses, plain.losses, strict=True):
+        assert one == pytest.approx(other, rel=apart)
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16", "compile": True}, {"optimizer": "sgd", "momentum": 0.9}])

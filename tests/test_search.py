@@ -76,6 +76,13 @@ def test_a_search_can_be_limited_to_some_settings(tmp_path, monkeypatch):
         searching.search("digits", "agscl", tmp_path, lambda jobs: None, only=["eta"])
 
 
+def test_a_search_can_be_told_the_values_of_its_first_setting(tmp_path, monkeypatch):
+    monkeypatch.setattr(searching, "judge", lambda job: job.config.settings["lam"])
+    found = searching.search("digits", "agscl", tmp_path, lambda jobs: None, values=[7.0, 70.0])
+    assert [one.settings["lam"] for one in found] == [70.0, 7.0]
+    assert len({(one.settings["mu"], one.settings["rho"]) for one in found}) == 1
+
+
 def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "agscl", (Axis("lam", (0.0001, 1.0)), Axis("mu", (0.5, 1.0))))
     monkeypatch.setattr(searching, "STEPS", 0)

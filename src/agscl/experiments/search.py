@@ -84,11 +84,13 @@ def search(
     *,
     seed: int = SEED,
     only: Sequence[str] | None = None,
+    values: Sequence[float] | None = None,
     **changes: Any,
 ) -> list[Tried]:
     """Try the axes of a method one after the other; the best comes first. `run` runs jobs that are not finished yet.
 
-    With `only`, these settings alone are searched; the others stay as the preset has them.
+    With `only`, these settings alone are searched; the others stay as the preset has them. With `values`, these of the
+    first setting are tried and nothing else.
 
     All that was tried is stored as search.json; what ran before is not run again.
     """
@@ -100,20 +102,23 @@ def search(
     if unknown := [name for name in only or () if name not in {axis.setting for axis in AXES[method]}]:
         known = ", ".join(axis.setting for axis in AXES[method])
         raise ValueError(f"{method} has no setting {unknown[0]!r} to search. It has: {known}")
+    if values:
+        axes = [Axis(axes[0].setting, values=tuple(values))]
+        base = {**base, axes[0].setting: values[0]}
     best = {axis.setting: base[axis.setting] for axis in AXES[method]}
     tried: dict[str, Tried] = {}
     for axis in axes:
-        settings, values = axis.tried(best), set()
+        settings, seen = axis.tried(best), set()
         for _ in range(1 + STEPS):
             jobs = [_job(preset, method, seed, folder, each, changes) for each in settings]
             run([job for job in jobs if not job.diverged])
             for each, job in zip(settings, jobs, strict=True):
                 tried[name_of(each)] = Tried(each, judge(job))
-                values.add(each[axis.setting])
+                seen.add(each[axis.setting])
             order = sorted(tried.values(), key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
             if order[0].valid_accuracy is not None:
                 best = order[0].settings
-            settings = axis.further(best, values)
+            settings = axis.further(best, seen)
             if not settings or order[0].valid_accuracy is None:
                 break
     write_atomically(
