@@ -14,6 +14,9 @@ PIECES = 128
 which a GPU has over a hundred: the paper's network for CIFAR, left whole, would keep a sixth of them busy."""
 WHOLE = 65_536
 """Pieces that large gain nothing."""
+FOUR = 4
+"""The kernel takes four numbers at a time where it can, and rounds a weight decay otherwise where it cannot: tensors
+that are no multiple of four stay whole, and pieces are multiples of four."""
 
 
 class _InPieces(torch.optim.Optimizer):
@@ -24,7 +27,7 @@ class _InPieces(torch.optim.Optimizer):
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         *tensors, steps = [one for one in lists if isinstance(one, list) and one] or [[]]
         if group["fused"] and steps:
-            size = max(PIECE, -(-sum(parameter.numel() for parameter in tensors[0]) // PIECES))
+            size = max(PIECE, FOUR * -(-sum(parameter.numel() for parameter in tensors[0]) // (FOUR * PIECES)))
             cuts = [_cut(size, *of_one) for of_one in zip(*tensors, strict=True)]
             counts = [step for step, pieces in zip(steps, cuts, strict=True) for _ in pieces[0]]
             own = torch._foreach_add(counts, 0)  # the kernel counts each piece's step by itself
@@ -48,6 +51,7 @@ def _cut(size: int, parameter: Tensor, *others: Tensor) -> list[tuple[Tensor, ..
     each = (parameter, *others)
     alike = all(other.stride() == parameter.stride() for other in others)
     dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    if alike and dense and size < WHOLE and parameter.numel() > size:
+    fours = parameter.numel() % FOUR == 0
+    if alike and dense and fours and size < WHOLE and parameter.numel() > size:
         return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in each]
     return [(one,) for one in each]
