@@ -669,6 +669,24 @@ class TestCommand:
         assert cli.main(["data", "check", "cifar100"]) == 1
         assert capsys.readouterr().out.startswith("cifar100: FAILED\n  cifar100 is not there: looked for")
 
+    def test_a_sequence_names_all_the_datasets_that_it_lacks(self, data):
+        pictures.dataset(data, "mnist", 10, 4, 2)
+        with pytest.raises(tasks.DataMissing) as lacking:
+            tasks.load("eight", seed=0)
+        said = str(lacking.value)
+        assert said.startswith(
+            "cifar10, cifar100, svhn, fashion_mnist, signs, facescrub, notmnist are not there: looked"
+        )
+        assert str(data) in said
+        assert "facescrub cannot be downloaded: its pictures are handed out" in said
+        assert said.endswith("Get the others with: agscl data get cifar10 cifar100 svhn fashion_mnist signs notmnist")
+        with pytest.raises(tasks.DataMissing, match=r"Get them with: agscl data get cifar10 tinyimagenet32$"):
+            tasks.load("cifar10-tiny", seed=0)
+        (data / "tinyimagenet32").mkdir()
+        (data / "tinyimagenet32" / "train-00001-of-00002.parquet").touch()
+        with pytest.raises(tasks.DataMissing, match="holds 1 of the 2 files"):
+            tasks.load("cifar10-tiny", seed=0)
+
     def test_list_says_what_is_ready_and_where_the_rest_is_from(self, data, capsys):
         pictures.dataset(data, "cifar100", 100, 1, 1)
         assert cli.main(["data"]) == 0

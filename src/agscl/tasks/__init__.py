@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 
+from agscl.tasks.catalogue import need
 from agscl.tasks.eight import EIGHT, FIVE
 from agscl.tasks.own import from_folder, from_hub, from_tensors
 from agscl.tasks.task import DataMissing, Task, TaskSequence
@@ -66,6 +67,7 @@ def load(name: str, *, seed: int, **options: object) -> TaskSequence:
     module, _, function = SEQUENCES[name].loader.partition(":")
     loader: Callable[..., TaskSequence] = getattr(import_module(f"agscl.tasks.{module}"), function)
     _check(options, loader)
+    need(SEQUENCES[name].datasets)
     return loader(seed=seed, **options)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,39 @@ def source(name: str, split: str) -> Source:
     found = None if folder is None else find(name, folder, split)
     if found is not None:
         return found
-    for each in folders():
-        for wanted in DATASETS[name].splits:
-            find(name, each / name, wanted)  # says what is wrong with what is there
+    _complain(name)
     files = " and ".join(f"{each}.parquet" for each in DATASETS[name].splits)
     looked = " and in ".join(str(folder / name) for folder in folders())
-    unset = "" if os.environ.get("AGSCL_DATA") else " (AGSCL_DATA, the folder of your own data, is not set)"
     origin = DATASETS[name].source
     way = f"It cannot be downloaded: {origin}" if isinstance(origin, str) else f"Get it with: agscl data get {name}"
-    raise DataMissing(f"{name} is not there: looked for {files} in {looked}{unset}. {way}")
+    raise DataMissing(f"{name} is not there: looked for {files} in {looked}{_unset()}. {way}")
+
+
+def need(names: Sequence[str]) -> None:
+    """Raise where a dataset is missing, and name all that are."""
+    missing = [name for name in names if folder_of(name) is None]
+    if len(missing) < 2:
+        return  # `source` says more about a single one
+    for name in missing:
+        _complain(name)
+    looked = " and in ".join(str(folder) for folder in folders())
+    origins = {name: DATASETS[name].source for name in missing}
+    to_be_had = [name for name, origin in origins.items() if not isinstance(origin, str)]
+    them = "them" if to_be_had == missing else "the others"
+    ways = [f"Get {them} with: agscl data get {' '.join(to_be_had)}"] if to_be_had else []
+    ways[:0] = [f"{name} cannot be downloaded: {origin}" for name, origin in origins.items() if isinstance(origin, str)]
+    raise DataMissing(f"{', '.join(missing)} are not there: looked in {looked}{_unset()}. {'. '.join(ways)}")
+
+
+def _complain(name: str) -> None:
+    """Raise where something of a dataset is there, but not as it should be."""
+    for folder in folders():
+        for split in DATASETS[name].splits:
+            find(name, folder / name, split)
+
+
+def _unset() -> str:
+    return "" if os.environ.get("AGSCL_DATA") else " (AGSCL_DATA, the folder of your own data, is not set)"
 
 
 def labels(source: Source, classes: int) -> Array:
