@@ -79,6 +79,47 @@ def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, ep
     return {"way": way, "ms_per_step": 1000 * (end - warm) / steps, "seconds_before": warm - start}
 
 
+PARTS = (
+    ("gradients of weights", ("wgrad",)),
+    ("gradients of inputs", ("dgrad",)),
+    ("forward convolutions", ("fprop", "convolve")),
+    ("what was compiled", ("triton_",)),
+    ("optimizer", ("FusedOptimizer",)),
+)
+"""Kernels of a step by words in their names; all others are small ones."""
+
+
+def kernels(way: dict[str, Any], device: str, sequence: tasks.TaskSequence) -> dict[str, Any]:
+    """Microseconds of GPU time of one captured step of the second task, part by part."""
+    from torch.profiler import ProfilerActivity, profile
+
+    config = configure(PRESET, method="agscl", device=device, epochs=6, **SETTINGS, **way)
+    trainer = make_trainer(config, "agscl", sequence[:2])
+    while trainer.task_index < 1 or trainer.epoch < 4:
+        trainer.advance()
+    assert trainer._captured is not None
+    step = trainer._captured.graphs[config.training.batch_size]
+    trainer._captured.at.zero_()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(STEPS):
+            step.replay()
+        torch.cuda.synchronize()
+    found = dict.fromkeys([name for name, _ in PARTS] + ["others"], 0.0)
+    rows = profiled.key_averages()
+    for row in rows:
+        found[part_of(row.key)] += row.device_time_total / STEPS
+    return {"microseconds": found, "kernels": sum(row.count for row in rows) / STEPS}
+
+
+STEPS = 10
+"""Not more than an epoch has."""
+
+
+def part_of(kernel: str) -> str:
+    return next((name for name, words in PARTS if any(word in kernel for word in words)), "others")
+
+
 def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) -> dict[str, Any]:
     """All ten tasks as a run on disk, certificates and checkpoints included."""
     start = time.perf_counter()
@@ -174,6 +215,9 @@ def main() -> None:
             rows[name] = {"way": way, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
     found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": arguments.epochs, "ways": rows}
+    if device == "cuda":
+        found["step"] = kernels(FAST, device, sequence)
+        print(found["step"], flush=True)
     if arguments.whole:
         found["whole"] = whole_run(0, device, way)
         print(found["whole"], flush=True)

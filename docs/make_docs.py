@@ -356,9 +356,18 @@ def fast(result: Result) -> str:
             f"{' under MPS' if several.get('mps') else ''}, with their processes' start: {several['seconds']:.1f} s.",
             "",
             *_parts_of_a_run(result),
+            *_parts_of_a_step(result),
             source(result),
         ]
     )
+
+
+def _parts_of_a_step(result: dict[str, Any]) -> list[str]:
+    if "step" not in result:
+        return []
+    spent, count = result["step"]["microseconds"], result["step"]["kernels"]
+    parts = ", ".join(f"{part} {time:.0f}" for part, time in spent.items())
+    return [f"A step is {count:.0f} kernels that take {sum(spent.values()):.0f} µs of the GPU: {parts}.", ""]
 
 
 def _parts_of_a_run(result: dict[str, Any]) -> list[str]:
