@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from PIL import Image
 from torch import nn
 
 import agscl
+from agscl import cli
 from agscl.cli import main
+from agscl.experiments import execute as execution
 from agscl.experiments.execute import Interrupted, comparable, execute
 from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import configure
-from agscl.runs import Checkpoints, Run, is_finished
+from agscl.runs import Checkpoints, DifferentConfig, Run, is_finished
 from agscl.runs.events import read_events
 
 QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quick", "--checkpoint-every", "0.1"]
@@ -120,6 +123,36 @@ def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path,
     assert code == 0, output
     assert "Continuing" in output
     assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+
+
+def test_a_signal_stops_at_once_until_training_asks_for_it():
+    with cli._signals() as stopped:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)  # while data is downloaded, say
+        assert not stopped()
+        signal.raise_signal(signal.SIGINT)
+        assert stopped()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", ["another label", "another task"])
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch, how):
+    config = configure("digits", method="finetune", epochs=1)
+    steps = iter(range(10**6))
+    with Run(tmp_path / "quick") as run, pytest.raises(Interrupted):
+        execute(config, run, checkpoint_every=1e9, threads=1, stop=lambda: next(steps) > 8)
+    sequence = execution.load_tasks(config)
+    labels = sequence[3].test_y.clone()
+    labels[0] = 1 - labels[0]
+    changed = {"test_y": labels} if how == "another label" else {"name": "more"}
+    other = (*sequence[:3], replace(sequence[3], **changed), sequence[4])
+    with monkeypatch.context() as patch, Run(tmp_path / "quick") as run:
+        patch.setattr(execution, "load_tasks", lambda config: other)
+        with pytest.raises(DifferentConfig, match=f"begun with: {sequence[3].name}.* changed. Put it back as it was"):
+            execute(config, run, checkpoint_every=1e9, threads=1)
+    with Run(tmp_path / "quick") as run:
+        assert execute(config, run, checkpoint_every=1e9, threads=1)["methods"]["finetune"]
 
 
 def test_a_loss_that_is_not_a_number_fails_with_the_place_and_the_last_checkpoint(tmp_path, monkeypatch, capsys):

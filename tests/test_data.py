@@ -413,11 +413,13 @@ class TestDownload:
             download.get(tmp_path / "some", lambda: ("here", [remote]))
         assert hub.transfers() == []
 
-    def test_the_plan_is_kept_so_that_the_same_files_are_continued(self, hub, remote, content, tmp_path):
+    def test_the_plan_is_kept_until_all_has_come(self, hub, remote, content, tmp_path):
         plans = []
 
         def plan():
             plans.append(1)
+            if len(plans) == 2:
+                raise DownloadFailed("the list of files cannot be had just now")
             return "here", [replace(remote, file="a"), replace(remote, file="b")]
 
         hub.answers[:] = [404]
@@ -425,9 +427,22 @@ class TestDownload:
             download.get(tmp_path / "some", plan)
         download.get(tmp_path / "some", plan)
         download.get(tmp_path / "some", plan)
-        assert len(plans) == 1
+        assert len(plans) == 2
         assert (tmp_path / "some" / "a").read_bytes() == (tmp_path / "some" / "b").read_bytes() == content
         assert download.read_plan(tmp_path / "some") == plan()
+
+    def test_what_was_replaced_or_moved_meanwhile_is_had_from_where_it_is_now(self, hub, remote, content, tmp_path):
+        gone = replace(remote, url=remote.url + "-gone")
+        with pytest.raises(DownloadFailed):
+            download.get(tmp_path / "some", lambda: ("then", [replace(remote, file="a"), replace(gone, file="b")]))
+        (tmp_path / "some" / "c").write_text("of a file that is not wanted any more")
+        begun = [replace(remote, file="a"), replace(gone, file="b"), replace(gone, file="c", digest="0")]
+        download.keep_plan(tmp_path / "some", "then", begun)
+        before = (tmp_path / "some" / "a").stat().st_mtime_ns
+        download.get(tmp_path / "some", lambda: ("now", [replace(remote, file="a"), replace(remote, file="b")]))
+        assert (tmp_path / "some" / "b").read_bytes() == content
+        assert (tmp_path / "some" / "a").stat().st_mtime_ns == before, "not had again"
+        assert not (tmp_path / "some" / "c").exists()
 
     def test_processes_at_the_same_time_share_one_download(self, hub, remote, content, tmp_path):
         program = (
@@ -479,6 +494,25 @@ class TestFromHub:
         with pytest.raises(DownloadFailed, match=r"config=\.\.\. is one of small, large"):
             tasks.from_hub("me/things")
         assert len(tasks.from_hub("me/things", config="large")) == 1
+
+    def test_another_split_can_be_tested_on_where_labels_are_withheld(self, hub):
+        withheld = pictures.table([0, 1] * 5)
+        withheld = withheld.set_column(1, "label", [[-1] * 10])
+        hub.datasets["me/things"] = {
+            "default/train/0000.parquet": pictures.as_bytes(pictures.table([0, 1] * 5)),
+            "default/test/0000.parquet": pictures.as_bytes(withheld),
+            "default/held/0000.parquet": pictures.as_bytes(pictures.table([0, 1] * 2)),
+        }
+        with pytest.raises(ValueError, match=r"\[-1\] \(withheld, it seems: from_hub takes another split with test="):
+            tasks.from_hub("me/things")
+        assert len(tasks.load("hub:me/things", seed=0, test="held")[0].test_y) == 4
+        with pytest.raises(DownloadFailed, match="no split called dev; it has: train, test, held"):
+            tasks.from_hub("me/things", test="dev")
+
+    def test_options_that_cannot_be_are_refused_before_anything_is_downloaded(self, hub):
+        with pytest.raises(ValueError, match="classes_per_task"):
+            tasks.from_hub("me/things", config=2023, classes_per_task=1)
+        assert not hub.asked
 
     def test_a_dataset_without_a_training_split_says_what_it_has(self, hub):
         hub.datasets["me/things"] = {"default/a/0000.parquet": b"", "default/b/0000.parquet": b""}
@@ -666,6 +700,12 @@ class TestCommand:
         monkeypatch.setitem(catalogue.DATASETS, "svhn", replace(catalogue.DATASETS["svhn"], rows=(60,)))
         assert cli.main(["data", "check"]) == 0
         assert capsys.readouterr().out == "svhn: OK; 10 classes; pictures: train 40, test 20\n"
+        assert cli.main(["data", "get", "digits"]) == 0
+        assert capsys.readouterr().out == "digits: nothing to download\n"
+        monkeypatch.setenv("AGSCL_DATA", str(data / "wrong"))
+        assert cli.main(["data", "check"]) == 1
+        assert capsys.readouterr().out.startswith("there is no dataset in ")
+        monkeypatch.setenv("AGSCL_DATA", str(data))
         assert cli.main(["data", "check", "cifar100"]) == 1
         assert capsys.readouterr().out.startswith("cifar100: FAILED\n  cifar100 is not there: looked for")
 

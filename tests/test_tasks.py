@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pictures
-from agscl import tasks
+from agscl import MultiHead, tasks
 from agscl.networks import NETWORKS
 from agscl.tasks import Task, crop, cub
 from agscl.tasks.images import Form
@@ -59,6 +59,11 @@ class TestDigits:
         for task in tasks.load("digits", seed=1):
             train = {x.numpy().tobytes() for x in task.train_x}
             assert not any(x.numpy().tobytes() in train for x in task.test_x)
+
+    @pytest.mark.parametrize("share", [0, 1, -0.1])
+    def test_some_must_be_for_test_and_some_for_training(self, share):
+        with pytest.raises(ValueError, match="test_share is above 0 and below 1"):
+            tasks.load("digits", seed=0, test_share=share)
 
     def test_the_seed_decides_pairs_and_split(self):
         first, again, other = (tasks.load("digits", seed=seed) for seed in (5, 5, 6))
@@ -516,12 +521,33 @@ class TestOwnTensors:
             ({"test": (torch.zeros(1, 2), [3])}, "only one of training and test"),
             ({"test_share": 0.0}, "test_share"),
             ({"validation": 1.0}, "validation"),
+            ({"test": (torch.zeros(60, 3), [0] * 60)}, r"training examples are torch.float32 of \(2,\), test examples"),
+            ({"test": (torch.zeros(60, 1, 2, 2, dtype=torch.uint8), [0] * 60)}, "test examples torch.uint8"),
+            ({"validation": 0.99}, "none is left for training"),
         ],
     )
     def test_what_cannot_be_is_refused(self, options, message):
         x, y = self.tensors()
         with pytest.raises(ValueError, match=message):
             tasks.from_tensors(x, y, **options)
+
+    def test_tasks_get_names_that_their_heads_can_have(self):
+        x, y = self.tensors(classes=2, each=50)
+        names = ["pop", "", "v1.0", "v1_0", "caf\udce9"]
+        sequence = tasks.from_tensors(x, y, by=[name for name in names for _ in range(10)] * 2)
+        assert [task.name for task in sequence] == ["unnamed", "caf\\udce9", "pop_", "v1_0", "v1_0-2"]
+        model = MultiHead(torch.nn.Linear(2, 2), features=2)
+        for task in sequence:
+            model.add_head(task.name, task.classes)
+
+    def test_floats_of_any_precision_become_those_of_networks(self):
+        x, y = self.tensors()
+        assert tasks.from_tensors(x.double(), y)[0].train_x.dtype == torch.float32
+
+    def test_a_large_share_for_test_leaves_one_of_each_class_for_training(self):
+        x, y = self.tensors(each=3)
+        (task,) = tasks.from_tensors(x, y, test_share=0.9, validation=0)
+        assert sorted(task.train_y.tolist()) == list(range(6))
 
     def test_a_class_of_one_example_is_refused(self):
         with pytest.raises(ValueError, match="one example only"):
@@ -597,6 +623,81 @@ class TestOwnFolder:
         with pytest.raises(tasks.DataMissing, match="no folders of tasks"):
             tasks.from_folder(data / "flat", by="folder")
 
+    def test_a_class_behind_a_link_counts_and_hidden_folders_do_not(self, data, tmp_path):
+        self.fill(data / "linked", ["a", ".ipynb_checkpoints"])
+        self.fill(tmp_path / "elsewhere", ["b"])
+        (data / "linked" / "b").symlink_to(tmp_path / "elsewhere" / "b")
+        (data / "linked" / "a" / "loop").symlink_to(data / "linked")
+        (task,) = tasks.from_folder(data / "linked")
+        assert (task.name, task.classes) == ("a-b", 2)
+
+    @pytest.mark.parametrize("inside", [None, "picture.avif"])
+    def test_a_class_without_a_picture_that_can_be_read_is_named(self, data, inside):
+        self.fill(data / "some", ["a", "b"])
+        (data / "some" / "c").mkdir()
+        if inside:
+            (data / "some" / "c" / inside).touch()
+        with pytest.raises(tasks.DataMissing, match=r"some/c holds no pictures that are read .* would be missing"):
+            tasks.from_folder(data / "some")
+
+    @pytest.mark.parametrize(("training", "test"), [("Train", "Test"), ("training", "val"), ("TRAIN", "Validation")])
+    def test_splits_are_kept_whatever_they_are_called(self, data, training, test):
+        self.fill(data / "split" / training, ["a", "b"], 10)
+        self.fill(data / "split" / test, ["a", "b"], 3)
+        (task,) = tasks.from_folder(data / "split", validation=0)
+        assert [len(task.train_y), len(task.test_y)] == [20, 6]
+
+    def test_a_class_or_a_task_may_be_called_train(self, data):
+        self.fill(data / "vehicles", ["train", "bus", "test"])
+        assert tasks.from_folder(data / "vehicles")[0].classes == 3
+        self.fill(data / "both" / "train", ["a", "b"])
+        self.fill(data / "both" / "bus", ["a", "b"])
+        assert [task.name for task in tasks.from_folder(data / "both", by="folder")] == ["bus", "train_"]
+
+    def test_parquet_files_numbered_in_any_way_keep_their_split(self, data):
+        for name in ("train_0", "train_1", "test"):
+            pictures.stored(pictures.table([0, 1] * 10), data / "own" / f"{name}.parquet")
+        (task,) = tasks.from_folder(data / "own", validation=0)
+        assert [len(task.train_y), len(task.test_y)] == [40, 20]
+        (data / "own" / "train_0.parquet").rename(data / "own" / "one.parquet")
+        (data / "own" / "train_1.parquet").rename(data / "own" / "two.parquet")
+        with pytest.raises(tasks.DataMissing, match=r"looks like a test split, but nothing in .* is called train"):
+            tasks.from_folder(data / "own")
+
+    @pytest.mark.parametrize("kind", ["png", "tiff"])
+    def test_pictures_of_16_bits_keep_their_upper_8_and_of_32_bits_are_refused(self, data, kind):
+        wide = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+        for label in "ab":
+            (data / "deep" / label).mkdir(parents=True)
+            for number in range(4):
+                (data / "deep" / label / f"{number}.{kind}").write_bytes(pictures.encoded(wide, kind))
+        for channels in (1, 3):
+            (task,) = tasks.from_folder(data / "deep", channels=channels)
+            assert task.train_x[0, 0].flatten().tolist() == list(range(256))
+        (data / "deep" / "a" / "0.tiff").write_bytes(pictures.encoded(wide.astype(np.float32), "tiff"))
+        with pytest.raises(tasks.DataMissing, match=r"0\.tiff cannot be decoded: its pixels are numbers of 32 bits"):
+            tasks.from_folder(data / "deep")
+
+    def test_columns_that_cannot_be_labels_or_pictures_are_named(self, data):
+        made = pictures.table([0, 1] * 10, group=["x", None] * 10, parts=[[1], [2]] * 10, file=["a.png", "b.png"] * 10)
+        pictures.stored(made, data / "own" / "train.parquet")
+        for options, message in (
+            ({"by": "group"}, "'group' of .* has no value in 10 of its rows"),
+            ({"label": "parts"}, "'parts' of .* holds list<.*> instead of single values"),
+            ({"image": "file"}, "'file' of .* holds string, not encoded pictures"),
+        ):
+            with pytest.raises(tasks.DataMissing, match=message):
+                tasks.from_folder(data / "own", size=8, **options)
+        pictures.stored(made[:0], data / "own" / "train.parquet")
+        with pytest.raises(tasks.DataMissing, match="has no rows"):
+            tasks.from_folder(data / "own", size=8)
+
+    @pytest.mark.parametrize("options", [{"size": 0}, {"size": "big"}, {"channels": 2}])
+    def test_sizes_and_channels_that_cannot_be_are_refused(self, data, options):
+        self.fill(data / "some", ["a", "b"])
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
+            tasks.from_folder(data / "some", **options)
+
     def test_a_broken_picture_is_named(self, data):
         self.fill(data / "broken", ["a", "b"])
         (data / "broken" / "b" / "3.png").write_bytes(b"nothing of the kind")
@@ -627,6 +728,8 @@ def test_a_small_task_keeps_at_least_one_example_for_validation_and_one_for_trai
         ([[1.0], [2.0]], "not list"),
         (torch.ones(2, 3, dtype=torch.long), "not torch.int64"),
         (torch.tensor([[0.0], [math.nan]]), "infinite or NaN"),
+        (torch.zeros(2, 28, 28, dtype=torch.uint8), r"\(2, 28, 28\): x\[:, None\] for grey"),
+        (torch.zeros(2, 32, 32, 3, dtype=torch.uint8), r"x\.permute\(0, 3, 1, 2\)"),
     ],
 )
 def test_inputs_that_cannot_be_are_refused(x, words):

@@ -72,6 +72,12 @@ def test_stopped_after_any_unit_and_continued_it_ends_with_the_same_bits(method,
     assert not stopped.advance()
 
 
+def test_names_that_tasks_cannot_have_are_refused_before_anything_is_trained():
+    for names, message in ((("a", "pop"), "'pop' cannot be a task's name"), (("a", "a"), "two tasks are called 'a'")):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tasks=tuple(make_task(name, seed) for seed, name in enumerate(names)))
+
+
 def test_every_optimizer_tensor_comes_back_with_its_dtype_shape_and_bits():
     stopped = make_trainer()
     for _ in range(4):

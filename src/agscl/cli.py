@@ -668,17 +668,24 @@ def _resumable(runs: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """Within it SIGINT and SIGTERM ask the run to stop; a second one stops it at once."""
+    """Within it SIGINT and SIGTERM ask the run to stop. A second one stops it at once; so does the first, as long as
+    nobody has asked, while data is read, say."""
     received: list[int] = []
+    asked = False
 
     def receive(number: int, frame: object) -> None:
-        if received:
+        if received or not asked:
             raise KeyboardInterrupt
         received.append(number)
 
+    def stopped() -> bool:
+        nonlocal asked
+        asked = True
+        return bool(received)
+
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(received)
+        yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from agscl.tasks import SEQUENCES, DataMissing
 from agscl.tasks.catalogue import DATASETS, Hub, check, folder_of, folders, obtain
+from agscl.tasks.images import require_readers
 from agscl.terminal import console, say
 
 KNOWN = ", ".join(dict.fromkeys([*SEQUENCES, *DATASETS]))
@@ -27,7 +28,12 @@ def data(action: Literal["list", "get", "check"], names: Sequence[str]) -> bool:
         return _list()
     if not names and action == "get":
         raise ValueError(f"say what to get: {KNOWN}")
+    require_readers()
     wanted = _datasets(names) if names else [name for name in DATASETS if folder_of(name)]
+    if not wanted:
+        where = " and ".join(_short(folder) for folder in folders())
+        say(f"{', '.join(names)}: nothing to download" if names else f"there is no dataset in {where}")
+        return bool(names)
     each = [_get(name) if action == "get" else _check(name) for name in wanted]
     return all(each)
 

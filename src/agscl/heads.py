@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HeadPlace", "Heads", "MultiHead"]
+__all__ = ["HeadPlace", "Heads", "MultiHead", "check_name", "task_names"]
 
 Outputs = int | nn.Module | Mapping[str, int | nn.Module]
 HeadPlace = str | Callable[[nn.Module, str], nn.Module]
+
+
+def check_name(task: str) -> None:
+    """Raise where this cannot be a task's name: its head is an attribute of a module."""
+    if not isinstance(task, str) or not task or "." in task:
+        raise ValueError(f"A task's name is a non-empty string without dots; {task!r} is not.")
+    if hasattr(nn.ModuleDict(), task):
+        raise ValueError(f"{task!r} cannot be a task's name: modules have an attribute of that name.")
+
+
+def task_names(names: Iterable[str]) -> list[str]:
+    """Names for tasks that are as near as can be to those given, which may be anything."""
+    found: list[str] = []
+    for name in names:
+        near = name.encode(errors="backslashreplace").decode().replace(".", "_") or "unnamed"
+        if hasattr(nn.ModuleDict(), near):
+            near += "_"
+        number = next(number for number in count(1) if _numbered(near, number) not in found)
+        found.append(_numbered(near, number))
+    return found
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
 
 
 class MultiHead(nn.Module):
@@ -34,8 +59,7 @@ class MultiHead(nn.Module):
 
     def add_head(self, task: str, outputs: Outputs) -> nn.Module:
         """Add the head of a new task: a number of outputs, a module, or a dict of either."""
-        if not isinstance(task, str) or not task or "." in task:
-            raise ValueError(f"A task's name is a non-empty string without dots; {task!r} is not.")
+        check_name(task)
         if task in self.heads:
             raise ValueError(f"Task {task!r} has a head already. Tasks with a head: {', '.join(self.heads)}.")
         if isinstance(outputs, Mapping):
@@ -44,10 +68,7 @@ class MultiHead(nn.Module):
             head: nn.Module = nn.ModuleDict({name: self._layer(task, part) for name, part in outputs.items()})
         else:
             head = self._layer(task, outputs)
-        try:
-            self.heads[task] = head
-        except KeyError as error:
-            raise ValueError(f"{task!r} cannot be a task's name: {error.args[0]}.") from None
+        self.heads[task] = head
         return head
 
     def _layer(self, task: str, outputs: int | nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from agscl.heads import MultiHead
 from agscl.methods.base import Method, NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
-from agscl.runs import Run, RunError, digest
+from agscl.runs import DifferentConfig, Run, RunError, digest
 from agscl.runs.folder import read_json
 from agscl.supervised import Trainer, TrainingFailed
 from agscl.supervised.trainer import Event, mixed_seed
@@ -65,6 +65,7 @@ def execute(
     run.claim(config.as_dict())
     environment = _recorded_environment(run, threads)
     sequence = load_tasks(config)
+    _check_data(run, sequence)
     state = run.load() or {"method": None, "finished": {}, "seconds": {}}
     for number, reason in run.checkpoints.damaged.items():
         note(f"Checkpoint {number} is damaged ({reason}); going back to the one before it.")
@@ -106,6 +107,21 @@ def load_tasks(config: RunConfig) -> TaskSequence:
     return tuple(task.with_validation(config.hold_out, config.seed) for task in sequence)
 
 
+def _check_data(run: Run, sequence: TaskSequence) -> None:
+    """Note what the data is, or make sure that it is what the run was begun with."""
+    path = run.folder / "data.json"
+    now = {task.name: task.checksum() for task in sequence}
+    if not path.exists():
+        run.store(path.name, now)
+        return
+    before = read_json(path)
+    if changed := [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]:
+        raise DifferentConfig(
+            f"the data is not what {run.folder} was begun with: {', '.join(changed)} changed. Put it back as it was, "
+            "or give this run a --name of its own"
+        )
+
+
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
     """The part of a result that is the same, bit for bit, however often the run was interrupted."""
     return {key: value for key, value in result.items() if key not in ("environment", "seconds")}
@@ -119,7 +135,8 @@ def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Traine
     wanted = getattr(model.trunk, "input_shape", None)
     if wanted is not None and tuple(example.shape[1:]) != tuple(wanted):
         own = ":" in config.tasks and len(wanted) == 3
-        advice = f"Give the size: --task-options size={wanted[-1]}" if own else "Use a preset with another network"
+        given = f"--task-options size={wanted[-1]} channels={wanted[0]}"
+        advice = f"Have them read so: {given}" if own else "Use a preset with another network"
         raise RunError(
             f"the network {config.network} reads inputs of {_sides(wanted)}; those of {config.tasks} are "
             f"{_sides(example.shape[1:])}. {advice}"

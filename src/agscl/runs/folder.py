@@ -26,6 +26,7 @@ class Run:
     """`folder`, held by this process alone until the `with` block ends.
 
     config.json     everything that determines the result
+    data.json       a checksum of each task's data
     events.jsonl    what happened, epoch by epoch
     checkpoints/    the newest two
     certificates/   one per task

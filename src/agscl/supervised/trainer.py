@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl.arithmetic import arithmetic
-from agscl.heads import MultiHead
+from agscl.heads import MultiHead, check_name
 from agscl.methods.base import Method
 from agscl.supervised.adam import Adam, AdamW
 from agscl.supervised.captured import Captured
@@ -115,7 +115,10 @@ class Trainer:
         device: torch.device | str | None = None,
         emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        for task in tasks:
+        for place, task in enumerate(tasks):
+            check_name(task.name)
+            if task.name in [other.name for other in tasks[:place]]:
+                raise ValueError(f"two tasks are called {task.name!r}")
             if config.validates and task.valid_x is None:
                 raise ValueError(
                     f"task {task.name!r} has no validation split: set patience=None and restore_best=False"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import math
 import os
@@ -72,7 +73,7 @@ def _made(name: str, kind: str, path: Path, make: Callable[[], Array]) -> Array:
             stacklevel=2,
         )
         return array
-    for stale in path.parent.glob(f"{kind}-*.npy"):
+    for stale in path.parent.glob(f"{glob.escape(kind)}-*.npy"):
         if stale != path:
             with contextlib.suppress(OSError):
                 stale.unlink()

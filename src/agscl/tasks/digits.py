@@ -14,6 +14,8 @@ def load(*, seed: int, shuffle_classes: bool = True, test_share: float = 0.25) -
 
     The seed draws which digits form a pair, in which order the pairs come, and, class by class, the test examples.
     """
+    if not 0 < test_share < 1:
+        raise ValueError(f"test_share is above 0 and below 1, not {test_share}")
     random = np.random.default_rng([seed, 0])
     images, labels = load_digits(return_X_y=True)
     order = random.permutation(10) if shuffle_classes else np.arange(10)
@@ -23,7 +25,7 @@ def load(*, seed: int, shuffle_classes: bool = True, test_share: float = 0.25) -
         train, test = [], []
         for digit in pair:
             rows = random.permutation(np.flatnonzero(labels == digit))
-            held_out = round(test_share * len(rows))
+            held_out = min(max(1, round(test_share * len(rows))), len(rows) - 1)
             test.append(rows[:held_out])
             train.append(rows[held_out:])
         train_x, train_y = _examples(images, train)

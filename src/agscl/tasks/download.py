@@ -95,11 +95,24 @@ def on_the_hub(name: str) -> tuple[str, dict[str, dict[str, list[Remote]]]]:
 def get(folder: Path, plan: Callable[[], tuple[str, list[Remote]]], bar: Callable[[str, int], Any] = Bar) -> None:
     """Put the files that `plan` returns, together with where they are from, into `folder`.
 
-    The plan is made once and kept beside them, so that after an interruption the same files are continued. `folder` is
-    to be held.
+    The plan is kept beside them. Where an earlier one was not completed, it is made anew, since the files may be had
+    from elsewhere by now, or be others: of those that have come, what is still wanted stays. `folder` is to be held.
     """
     folder.mkdir(exist_ok=True)
-    origin, files = read_plan(folder) or plan()
+    if is_whole(folder):
+        return
+    before = read_plan(folder)
+    try:
+        origin, files = plan()
+    except DownloadFailed:
+        if before is None:
+            raise
+        origin, files = before  # they may be had all the same
+    wanted = {file.file: file.digest for file in files}
+    for file in before[1] if before else []:
+        if wanted.get(file.file) != file.digest:
+            for left in (folder / file.file, folder / f"{file.file}.part"):
+                left.unlink(missing_ok=True)
     keep_plan(folder, origin, files)
     missing = [file for file in files if not (folder / file.file).is_file()]
     needed = sum(file.size or 0 for file in missing)

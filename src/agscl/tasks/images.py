@@ -66,7 +66,7 @@ class Form:
         from PIL import Image
 
         with opened(encoded) as picture:
-            pixels = picture.convert("L" if self.channels == 1 else "RGB")
+            pixels = _in_bytes(picture).convert("L" if self.channels == 1 else "RGB")
         filter = Image.Resampling[self.filter.upper()]
         wide, high = pixels.size
         if self.fit == "pad":
@@ -84,6 +84,17 @@ class Form:
             pixels = pixels.resize((self.size, self.size), filter)
         bytes_ = np.asarray(pixels)
         return bytes_[None] if self.channels == 1 else bytes_.transpose(2, 0, 1)
+
+
+def _in_bytes(picture: Any) -> Any:
+    """A picture of 16 bits with the upper 8 of them; Pillow would cut off what is above 255."""
+    from PIL import Image
+
+    if picture.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        raise ValueError("its pixels are numbers of 32 bits, of a range that is not known: store it with 8 or 16 bits")
+    return picture
 
 
 class Source(ABC):
@@ -131,7 +142,7 @@ class Shards(Source):
     """Parquet files with one picture per row."""
 
     def __init__(self, name: str, files: tuple[Path, ...], image: str | None = None) -> None:
-        _require_readers()
+        require_readers()
         self.name = name
         self._files = files
         self._image = image
@@ -145,7 +156,8 @@ class Shards(Source):
 
     @property
     def identity(self) -> object:
-        return str(self) if len(self._files) == 1 else [str(path) for path in self._files]
+        files = str(self) if len(self._files) == 1 else [str(path) for path in self._files]
+        return files if self._image is None else (files, self._image)
 
     @cached_property
     def _opened(self) -> list[Any]:
@@ -186,10 +198,22 @@ class Shards(Source):
         return found
 
     def column(self, name: str) -> Array:
+        import pyarrow
+
         parts = []
         for path, file in zip(self._files, self._opened, strict=True):
+            if name not in {*file.schema_arrow.names, *self.leaves}:
+                raise DataMissing(f"{path} has no column {name!r}; it has: {', '.join(file.schema_arrow.names)}")
             with self._reading(path):
-                parts.append(file.read(columns=[name]).flatten().column(name).to_numpy())
+                table = file.read(columns=[name])
+            values = (table if name in table.column_names else table.flatten()).column(name)
+            if pyarrow.types.is_nested(values.type):
+                raise DataMissing(f"the column {name!r} of {path} holds {values.type} instead of single values")
+            if values.null_count:
+                raise DataMissing(f"the column {name!r} of {path} has no value in {values.null_count} of its rows")
+            parts.append(values.to_numpy())
+        if not sum(map(len, parts)):
+            raise DataMissing(f"{self} has no rows")
         return np.concatenate(parts)
 
     def names(self, column: str) -> list[str]:
@@ -215,7 +239,16 @@ class Shards(Source):
             with self._reading(path):
                 for batch in file.iter_batches(BATCH, columns=[self.image]):
                     column = batch.column(0)
-                    yield (column.field("bytes") if pyarrow.types.is_struct(column.type) else column).to_pylist()
+                    if pyarrow.types.is_struct(column.type) and "bytes" in column.type.names:
+                        column = column.field("bytes")
+                    if not (pyarrow.types.is_binary(column.type) or pyarrow.types.is_large_binary(column.type)):
+                        raise DataMissing(
+                            f"the column {self.image!r} of {path} holds {column.type}, not encoded pictures. Name the "
+                            "right one: image=..."
+                        )
+                    if column.null_count:
+                        raise DataMissing(f"the column {self.image!r} of {path} has rows without a picture")
+                    yield column.to_pylist()
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[None]:
@@ -234,7 +267,7 @@ class Folder(Source):
     """A folder of pictures, `class/picture` or `task/class/picture`. Columns: task, label (both names) and path."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        _require_readers()
+        require_readers()
         self.name = name
         self.folder = folder
 
@@ -243,7 +276,14 @@ class Folder(Source):
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        found = [path for path in self.folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+        folders: list[Path] = []
+        found: list[Path] = []
+        for folder in self._walked():
+            inside = [each for each in folder.iterdir() if not each.name.startswith(".")]
+            pictures = [each for each in inside if each.suffix.lower() in SUFFIXES and each.is_file()]
+            if not pictures and not any(each.is_dir() for each in inside):
+                folders.append(folder)
+            found += pictures
         found.sort(key=lambda path: natural(path.relative_to(self.folder).as_posix()))
         if not found:
             raise DataMissing(f"{self.folder} holds no pictures ({', '.join(SUFFIXES)})")
@@ -253,7 +293,23 @@ class Folder(Source):
                 f"{self.folder} holds pictures at different depths, or not in folders of classes. Expected are "
                 "CLASS/picture.png for all of them, or TASK/CLASS/picture.png for all of them"
             )
+        if folders:
+            raise DataMissing(
+                f"{folders[0]} holds no pictures that are read ({', '.join(SUFFIXES)}), so its class would be missing. "
+                "Remove it, or convert what is in it"
+            )
         return tuple(found)
+
+    def _walked(self) -> Iterator[Path]:
+        """The folder and all below it, also where a link leads to one; what begins with a dot is left out."""
+
+        def fail(error: OSError) -> None:
+            raise DataMissing(f"{error.filename} cannot be read: {error.strerror}") from error
+
+        for path, names, _ in os.walk(self.folder, followlinks=True, onerror=fail):
+            above = {Path(path).resolve(), *Path(path).resolve().parents}
+            names[:] = sorted(n for n in names if not n.startswith(".") and Path(path, n).resolve() not in above)
+            yield Path(path)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -378,11 +434,11 @@ def in_order(values: Array) -> list[Any]:
     return sorted(different, key=None if values.dtype.kind in "biuf" else lambda value: natural(str(value)))
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts 2 before 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+def natural(name: str) -> tuple[list[tuple[int, str]], str]:
+    """A key that sorts 2 before 10, and never leaves two names equal."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)], name
 
 
-def _require_readers() -> None:
+def require_readers() -> None:
     if not (find_spec("PIL") and find_spec("pyarrow")):
         raise DataMissing("reading pictures needs pyarrow and Pillow: pip install 'agscl[data]'")

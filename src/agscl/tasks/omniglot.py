@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from agscl.heads import task_names
 from agscl.tasks.cache import cached
 from agscl.tasks.catalogue import source
-from agscl.tasks.images import Form, Shards, Source, decoded
+from agscl.tasks.images import Form, Shards, Source, decoded, in_order
 from agscl.tasks.progress import Bar
 from agscl.tasks.task import Array, DataMissing, Task, TaskSequence
 
@@ -41,6 +42,9 @@ def load(
         raise DataMissing(f"Omniglot is read from a Parquet file, not from the folder {drawings}")
     of_row, character = drawings.column("alphabet"), drawings.column("character")
     names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in drawings.names("alphabet")]
+    if of_row.dtype.kind not in "iu":
+        known = in_order(of_row)
+        names, of_row = task_names(known), np.array([known.index(name) for name in of_row.tolist()])
     pictures = decoded(drawings, Form(size, 1, filter="box")) if copies == 1 else moved(drawings, size, copies)
 
     tasks = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agscl.heads import task_names
 from agscl.tasks.catalogue import folders, named
 from agscl.tasks.download import DownloadFailed, Remote, get, held, is_whole, on_the_hub
 from agscl.tasks.images import LABEL_COLUMNS, Folder, Form, Shards, Source, decoded, find, in_order, shapes
 from agscl.tasks.task import Array, DataMissing, Examples, TaskSequence, cut
 
-TEST_SPLITS = ("test", "validation", "valid", "val")
-"""What a test split may be called; the first one present is taken."""
+TRAIN_SPLITS = ("train", "training")
+TEST_SPLITS = ("test", "testing", "validation", "valid", "val")
+"""What splits may be called, in upper or lower case; the first one present is taken."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Split:
-    classes_per_task: int
-    seed: int
-    shuffle: bool
-    validation: float
-    test_share: float
+    classes_per_task: int = 10
+    seed: int = 0
+    shuffle: bool = False
+    validation: float = 0.1
+    test_share: float = 0.2
 
     def __post_init__(self) -> None:
         if self.classes_per_task < 2:
@@ -83,30 +86,57 @@ def from_folder(
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise DataMissing(f"there is no folder {folder}")
-    train, test = find(folder.name, folder, "train", image), None
+    if size is not None and not (isinstance(size, int) and size >= 1):
+        raise ValueError(f"size is a number of pixels, at least 1, not {size!r}")
+    if channels not in (1, 3):
+        raise ValueError(f"channels is 3 for colours or 1 for grey, not {channels!r}")
+    train, test = _splits(folder, image)
+    learned = _read(train, str(by), size, channels, label)
+    return _sequence(learned, None if test is None else _read(test, str(by), size, channels, label), split)
+
+
+def _splits(folder: Path, image: str | None) -> tuple[Source, Source | None]:
+    """What is for training and what is for test, if they are told apart."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.parquet")):
+        files.setdefault(re.split(r"[-_.]", path.stem.lower())[0], []).append(path)
+    inside = {path.name.lower(): path for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+    below = {name: path for name, path in inside.items() if path.is_dir()}
+    told_apart = bool(below) and below.keys() <= {*TRAIN_SPLITS, *TEST_SPLITS}  # or "train" is a class, or a task
+
+    def found(names: Sequence[str]) -> Source | None:
+        for name in names:
+            if name in files:
+                whole = find(folder.name, folder, name, image)  # says so where some of several files are missing
+                return whole if isinstance(whole, Shards) else Shards(folder.name, tuple(files[name]), image)
+            if told_apart and not files and name in below:
+                return Folder(folder.name, below[name])
+        return None
+
+    train, test = found(TRAIN_SPLITS), found(TEST_SPLITS)
+    if train is None and test is not None:
+        raise DataMissing(f"{test} looks like a test split, but nothing in {folder} is called train")
     if train is not None:
-        found = (find(folder.name, folder, name, image) for name in TEST_SPLITS)
-        test = next((each for each in found if each is not None), None)
-    elif parquet := sorted(folder.glob("*.parquet")):
-        train = Shards(folder.name, tuple(parquet), image)
-    else:
-        train = Folder(folder.name, folder)
-    learned = _read(train, by, size, channels, label)
-    return _sequence(learned, None if test is None else _read(test, by, size, channels, label), split)
+        return train, test
+    everything = [path for each in files.values() for path in each]
+    return Shards(folder.name, tuple(everything), image) if files else Folder(folder.name, folder), None
 
 
-def from_hub(name: str, *, config: str | None = None, **options: Any) -> TaskSequence:
+def from_hub(name: str, *, config: str | None = None, test: str | None = None, **options: Any) -> TaskSequence:
     """Tasks from a dataset of pictures on the Hugging Face hub, e.g. "uoft-cs/cifar100"; downloaded the first time.
 
-    `config` is which of its configurations, where it has several; the options are those of `from_folder`.
+    `config` is which of its configurations, where it has several; `test` which split to test on, by default its test or
+    validation split; the options are those of `from_folder`.
     """
-    kept = "--".join([*name.split("/"), *([config] if config else [])])
+    config, test = (None if each is None else str(each) for each in (config, test))
+    _Split(**{each.name: options.get(each.name, each.default) for each in fields(_Split)})  # before all is downloaded
+    kept = "--".join([*name.split("/"), *(each for each in (config, test) if each)])
     places = [folder / "hub" / kept for folder in folders()]
     folder = next((place for place in places if is_whole(place)), None)
     if folder is None:
         folder = places[0]
         with held(folder):
-            get(folder, lambda: _planned(name, config))
+            get(folder, lambda: _planned(name, config, test))
     return from_folder(folder, **options)
 
 
@@ -150,6 +180,12 @@ def _checked(x: Tensor, y: Tensor | Sequence[Any], group: Tensor | Sequence[Any]
         raise ValueError(f"inputs are a tensor of floats, or of bytes (uint8) for pictures, not {what}")
     if x.is_floating_point() and not bool(x.isfinite().all()):
         raise ValueError("some inputs are infinite or NaN")
+    if x.dtype == torch.uint8 and (x.dim() != 4 or (x.shape[1] > 4 and x.shape[3] <= 4)):
+        order = "x.permute(0, 3, 1, 2)" if x.dim() == 4 else "x[:, None] for grey ones" if x.dim() == 3 else "x.float()"
+        raise ValueError(
+            f"bytes are pictures (examples, channels, height, width); these have the shape {tuple(x.shape)}: {order}?"
+        )
+    x = x.float() if x.is_floating_point() else x
     part = _Part(x, np.asarray(y), None if group is None else np.asarray(group))
     for what, values in (("labels", part.label), ("values that say which task they belong to", part.group)):
         if values is not None and values.shape != (len(x),):
@@ -173,6 +209,11 @@ def _read(source: Source, by: str, size: int | None, channels: Literal[1, 3], la
 
 
 def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
+    if test is not None and (test.x.shape[1:], test.x.dtype) != (train.x.shape[1:], train.x.dtype):
+        kinds = [f"{part.x.dtype} of {tuple(part.x.shape[1:])}" for part in (train, test)]
+        raise ValueError(
+            f"training examples are {kinds[0]}, test examples {kinds[1]}; pictures can be given a size=..."
+        )
     labels = in_order(train.label)
     learned = Examples(train.x, _places(train.label, labels, "class"))
     tested = learned if test is None else Examples(test.x, _places(test.label, labels, "class"))
@@ -191,7 +232,7 @@ def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
 
     tests = np.ones(len(tested.y), bool) if test is not None else _set_apart(learned.y, of, labels, split)
     tasks = []
-    for task, name in enumerate(names):
+    for task, name in enumerate(task_names(names)):
         train_rows = np.flatnonzero((of == task) & ~tests if test is None else of == task)
         test_rows = np.flatnonzero((test_of == task) & tests)
         classes = np.unique(learned.y[train_rows])
@@ -201,7 +242,7 @@ def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
             which = [labels[label] for label in sorted(lacking)]
             raise ValueError(f"task {name!r} has examples of {which} in only one of training and test")
         made = cut(
-            name.replace(".", "_"),  # it is its head's name too, which may have no dots
+            name,
             classes.tolist(),
             learned,
             train_rows,
@@ -210,6 +251,12 @@ def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
             validation=split.validation,
             random=np.random.default_rng([split.seed, 2, task]),
         )
+        if lacking := set(range(made.classes)) - set(made.train_y.tolist()):
+            which = [labels[classes[label]] for label in sorted(lacking)]
+            raise ValueError(
+                f"task {name!r} has so few examples of {which} that none is left for training: more of them, or a "
+                "smaller validation"
+            )
         tasks.append(made)
     return _normalised(tuple(tasks))
 
@@ -217,8 +264,9 @@ def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
 def _places(values: Array, known: list[Any], what: str) -> Array:
     place = {value: place for place, value in enumerate(known)}
     if strange := set(values.tolist()) - set(known):
+        withheld = " (withheld, it seems: from_hub takes another split with test=...)" if strange == {-1} else ""
         raise ValueError(
-            f"the test examples are of a {what} that training does not have: {in_order(np.array([*strange]))}"
+            f"the test examples are of a {what} that training does not have: {in_order(np.array([*strange]))}{withheld}"
         )
     return np.array([place[value] for value in values.tolist()])
 
@@ -237,7 +285,7 @@ def _set_apart(y: Array, of: Array, labels: list[Any], split: _Split) -> Array:
         rows = random.permutation(np.flatnonzero((of == task) & (y == label)))
         if len(rows) < 2:
             raise ValueError(f"there is one example only of {labels[label]!r}: it cannot be in training and in test")
-        tests[rows[: max(1, round(split.test_share * len(rows)))]] = True
+        tests[rows[: min(max(1, round(split.test_share * len(rows))), len(rows) - 1)]] = True
     return tests
 
 
@@ -258,7 +306,7 @@ def _normalised(tasks: TaskSequence) -> TaskSequence:
     return tuple(replace(task, mean=mean.float(), std=std.float()) for task in tasks)
 
 
-def _planned(name: str, config: str | None) -> tuple[str, list[Remote]]:
+def _planned(name: str, config: str | None, test: str | None) -> tuple[str, list[Remote]]:
     revision, found = on_the_hub(name)
     chosen = config or (next(iter(found)) if len(found) == 1 else "default")
     if chosen not in found:
@@ -267,6 +315,8 @@ def _planned(name: str, config: str | None) -> tuple[str, list[Remote]]:
     train = next(iter(splits)) if len(splits) == 1 else "train"
     if train not in splits:
         raise DownloadFailed(f"{name} has no split called train; it has: {', '.join(splits)}")
-    test = next((split for split in TEST_SPLITS if split in splits and split != train), None)
+    if test is not None and test not in splits:
+        raise DownloadFailed(f"{name} has no split called {test}; it has: {', '.join(splits)}")
+    test = test or next((split for split in TEST_SPLITS if split in splits and split != train), None)
     files = named("train", splits[train]) + (named("test", splits[test]) if test else [])
     return f"{name}@{revision}", files
