@@ -1,6 +1,7 @@
-"""Can AGS-CL do better with the same network and no stored data? Variants of it on tinyimagenet32, several seeds each.
+"""Can AGS-CL do better with the same network and no stored data? Variants of it, several seeds each.
 
 AGSCL_DATA=FOLDER python benchmarks/beyond.py --device cuda --fast     # results/beyond.json
+AGSCL_DATA=FOLDER python benchmarks/beyond.py --preset omniglot5 --lam 1000 --variants FORMS --out results/forms.json
 
 Each variant differs from the paper's form, at the strength that was found for it, in what its name says. A second
 strength is tried for each, since a variant may need another. Goes on where it stopped.
@@ -22,7 +23,6 @@ from agscl.experiments.execute import Interrupted
 from agscl.experiments.presets import configure
 from agscl.runs.folder import read_json
 
-PRESET = "tinyimagenet32"
 BASE = "the paper's form"
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
@@ -38,19 +38,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nodes below 0.1 of their layer stay free": {"spare": 0.1},
     "nodes below 0.3 of their layer stay free": {"spare": 0.3},
     "fresh weights for all free nodes": {"rho": 1.0},
+    "outgoing weights stay 0 for good": {"zero_init": "paper"},
+    "importances in eval mode": {"importance_mode": "eval"},
+    "both, as AGSCL has it by default": {"zero_init": "paper", "importance_mode": "eval"},
 }
+FORMS = (BASE, *list(VARIANTS)[-3:])
+"""Where the code behind the paper's figures and the library's default part."""
 
 
 def plan(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[tuple[str, float, Job]]:
     """(variant, λ, run) of all."""
-    chosen = arguments.variants or list(VARIANTS)
+    asked = arguments.variants or list(VARIANTS)
+    chosen = list(FORMS) if asked == ["FORMS"] else asked
     return [
         (
             name,
             lam,
             Job(
                 configure(
-                    PRESET,
+                    arguments.preset,
                     method="agscl",
                     seed=seed,
                     device=arguments.device,
@@ -58,7 +64,9 @@ def plan(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[tuple[s
                     **changes,
                     **{"lam": lam, **VARIANTS[name]},
                 ),
-                arguments.runs / "beyond" / f"{list(VARIANTS).index(name)}-lam{lam:g}-seed{seed}",
+                arguments.runs
+                / ("beyond" if arguments.preset == "tinyimagenet32" else f"beyond-{arguments.preset}")
+                / f"{list(VARIANTS).index(name)}-lam{lam:g}-seed{seed}",
             ),
         )
         for lam in arguments.lam
@@ -112,7 +120,8 @@ def valid(outcome: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=None)
+    parser.add_argument("--preset", default="tinyimagenet32")
+    parser.add_argument("--variants", nargs="+", choices=["FORMS", *VARIANTS], default=None)
     parser.add_argument("--lam", nargs="+", type=float, default=[1000.0, 10_000.0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("results/beyond.json"))
@@ -129,7 +138,7 @@ def main() -> None:
     commits = commits_of(job.folder for _, _, job in planned if job.finished)
     record(
         arguments.out,
-        {"preset": PRESET, "changes": changes, "commits": commits, "rows": rows, "complete": finished},
+        {"preset": arguments.preset, "changes": changes, "commits": commits, "rows": rows, "complete": finished},
     )
 
 

@@ -242,7 +242,11 @@ def authors(result: Result) -> str:
                 f"| {name} | {row['method']} | {setting} | {100 * row['average_accuracy']:.1f} | {figure} | "
                 f"{len(ours) or '–'} |"
             )
-    return "\n".join([*lines, "", result["note"]])
+    ours = (
+        "Ours: the row's seeds in `results/beside_authors.json`, `tinyimagenet32.json`, `omniglot-plain.json` or "
+        "`benchmarks/fast_cuda.json`, whichever has most; the commands are in these files."
+    )
+    return "\n".join([*lines, "", f"{result['note']} {ours}"])
 
 
 def _ours(name: str, method: str, settings: dict[str, Any]) -> list[float]:

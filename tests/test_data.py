@@ -466,6 +466,11 @@ class TestDownload:
         with pytest.raises(DownloadFailed, match="unknown url type"):
             download.on_the_hub("some/data")
 
+    def test_where_nothing_came_nothing_is_left(self, hub, tmp_path):
+        with pytest.raises(DownloadFailed), download.held(tmp_path / "some"):
+            download.get(tmp_path / "some", lambda: download.on_the_hub("no/such"))
+        assert not (tmp_path / "some").exists()
+
     def test_a_folder_that_cannot_be_written_is_named(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(DownloadFailed, match="Unset AGSCL_DATA"), download.held(tmp_path / "file" / "some"):

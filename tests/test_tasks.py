@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,11 @@ class TestDigits:
         for task in tasks.load("digits", seed=1):
             train = {x.numpy().tobytes() for x in task.train_x}
             assert not any(x.numpy().tobytes() in train for x in task.test_x)
+
+    def test_without_scikit_learn_the_error_says_what_to_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        with pytest.raises(tasks.DataMissing, match="pip install scikit-learn"):
+            tasks.load("digits", seed=0)
 
     @pytest.mark.parametrize("share", [0, 1, -0.1])
     def test_some_must_be_for_test_and_some_for_training(self, share):

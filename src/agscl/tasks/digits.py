@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
-from agscl.tasks import Task, TaskSequence
+from agscl.tasks import DataMissing, Task, TaskSequence
 
 
 def load(*, seed: int, shuffle_classes: bool = True, test_share: float = 0.25) -> TaskSequence:
@@ -16,6 +15,10 @@ def load(*, seed: int, shuffle_classes: bool = True, test_share: float = 0.25) -
     """
     if not 0 < test_share < 1:
         raise ValueError(f"test_share is above 0 and below 1, not {test_share}")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataMissing("the digits are part of scikit-learn: pip install scikit-learn") from None
     random = np.random.default_rng([seed, 0])
     images, labels = load_digits(return_X_y=True)
     order = random.permutation(10) if shuffle_classes else np.arange(10)

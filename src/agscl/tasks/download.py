@@ -293,7 +293,13 @@ def held(folder: Path) -> Iterator[None]:
         ) from error
     with open(folder / ".lock", "ab") as lock:
         take(lock, wait=True)
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [".lock"]:  # nothing came
+                with contextlib.suppress(OSError):
+                    (folder / ".lock").unlink()
+                    folder.rmdir()
 
 
 def _write(path: Path, content: bytes) -> None:
