@@ -1,7 +1,10 @@
 import base64
+import contextlib
 import json
+import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +26,7 @@ from agscl.experiments import execute as execution
 from agscl.experiments.execute import Interrupted, comparable, execute
 from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import configure
+from agscl.experiments.verify import certificates_of
 from agscl.runs import Checkpoints, DifferentConfig, Run, is_finished
 from agscl.runs.events import read_events
 
@@ -123,6 +127,79 @@ def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path,
     assert code == 0, output
     assert "Continuing" in output
     assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+
+
+def test_the_line_that_says_how_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_signals", lambda: contextlib.nullcontext(lambda: True))
+    words = ["run", "--runs", "some runs", "--method", "finetune", "--name", "quick one"]
+    assert main(words) == 130
+    line = capsys.readouterr().out.splitlines()[-1].split("Continue with: ")[1]
+    assert line == "agscl run --resume 'quick one' --runs 'some runs'"
+    assert main(shlex.split(line)[1:]) == 130
+    shutil.move("some runs/quick one", "some runs/group/quick")
+    assert main(["run", "--resume", "group/quick", "--runs", "some runs"]) == 130
+    assert "--resume group/quick --runs" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_shown_also_where_nothing_can_be_written(uninterrupted, monkeypatch, capsys):
+    monkeypatch.chdir(uninterrupted[0])
+    with Run(Path("runs/quick")):  # as if another process held it
+        assert main(QUICK) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", {}, "the config.json of the run is damaged, or of another version: KeyError"),
+        ("config.json", {"preset": "older"}, "there is no preset 'older'"),
+        ("config.json", {"unheard": 1}, "damaged, or of another version: TypeError"),
+        ("environment.json", {}, "environment.json does not say how many threads"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_one_clear_line(file, content, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run, pytest.raises(Interrupted):
+        execute(configure("digits", method="finetune"), run, checkpoint_every=1e9, threads=1, stop=lambda: True)
+    path = Path("runs/quick") / file
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, **content} if content else {}))
+    assert main(["run", "--resume", "quick"]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_certificates_of_more_than_a_hundred_tasks_come_in_their_order(tmp_path):
+    (tmp_path / "certificates").mkdir()
+    for number in (1, 9, 10, 11, 99, 100, 101):
+        (tmp_path / "certificates" / f"{number:02d}.json").touch()
+    assert [int(path.stem) for path in certificates_of(tmp_path)] == [1, 9, 10, 11, 99, 100, 101]
+
+
+def test_a_preset_without_validation_examples_sets_some_apart_where_epochs_are_chosen(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "run",
+        "--method",
+        "finetune",
+        "--set",
+        "patience=5",
+        "restore_best=true",
+        "--epochs",
+        "1",
+        "--name",
+        "quick",
+    ]
+    assert main(words) == 0
+    assert len(result(tmp_path)["methods"]["finetune"]["valid_accuracies"]) == 5
+
+
+def test_what_a_terminal_cannot_show_does_not_end_a_run(tmp_path):
+    process = start(
+        tmp_path, "run", "--method", "finetune", "--epochs", "1", env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    code, output = finish(process)
+    assert code == 0, output
 
 
 def test_a_signal_stops_at_once_until_training_asks_for_it():

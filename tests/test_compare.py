@@ -19,7 +19,7 @@ from agscl.analysis import metrics
 from agscl.cli import main
 from agscl.experiments import compare
 from agscl.experiments.compare import spread
-from agscl.experiments.execute import comparable, execute
+from agscl.experiments.execute import Interrupted, comparable, execute
 from agscl.experiments.presets import configure
 from agscl.runs import Run
 
@@ -136,6 +136,45 @@ def test_killed_then_interrupted_then_started_again_every_run_ends_with_the_same
     code, output = finish(start(tmp_path, ONE_AT_A_TIME))
     assert code == 0, output
     assert results(tmp_path) == results(compared[0])
+
+
+def test_whatever_ends_a_comparison_ends_its_runs_too(tmp_path):
+    plan = compare.plan("digits", ["l2"], 2, tmp_path, epochs=100_000)
+
+    def watch(running):
+        if any(job.progress for job in running):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        compare.run_all(plan, processes=1, checkpoint_every=1e9, watch=watch)
+    assert not any(job.finished for job in plan)
+    assert (plan[0].folder / "checkpoints" / "000001.json").exists(), "and it was stored where it stood"
+
+
+def test_a_comparison_asked_to_stop_before_it_began_trains_nothing(tmp_path):
+    plan = compare.plan("digits", ["l2"], 1, tmp_path)
+    with pytest.raises(Interrupted):
+        compare.run_all(plan, processes=2, checkpoint_every=1e9, stop=lambda: True)
+    assert not any(job.finished for job in plan)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
+def test_workers_are_born_deaf_to_ctrl_c():
+    class Pool:
+        def submit(self, *work):
+            return frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    (blocked,) = compare._submitted(Pool(), ["job"], 1.0)
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan = compare.plan("digits", ["l2"], 1, Path("runs/small"))
+    with cli._held(plan):
+        assert main(["compare", "digits", "--methods", "l2", "--seeds", "1", "--name", "small"]) == 2
+    assert "another command is at work on runs/small" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_leaves_the_others_alone_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):

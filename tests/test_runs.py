@@ -138,8 +138,18 @@ def test_another_configuration_under_the_same_name_is_refused_and_the_difference
     with Run(tmp_path / "run") as run:
         run.claim({"seed": 1, "training": {"lr": 0.1}})
         run.claim({"seed": 1, "training": {"lr": 0.1}})
+        run.save({})
         with pytest.raises(DifferentConfig, match=r"training.lr is 0.1 there, 0.2 here"):
             run.claim({"seed": 1, "training": {"lr": 0.2}})
+
+
+def test_where_nothing_was_trained_yet_a_configuration_gives_way_to_another(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.claim({"lr": 1e30})
+        run.store("diverged.json", {})
+        run.claim({"lr": 0.1})
+    assert [path.name for path in (tmp_path / "run").glob("*.json")] == ["config.json"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lr": 0.1}
 
 
 def test_an_infinite_setting_is_stored_as_strict_json_and_recognised(tmp_path):

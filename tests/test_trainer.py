@@ -56,7 +56,8 @@ def outcome(trainer: Trainer) -> str:
 @pytest.mark.parametrize("method", [FineTune, AGSCL])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_stopped_after_any_unit_and_continued_it_ends_with_the_same_bits(method, optimizer):
-    config = TrainingConfig(epochs=2, batch_size=16, lr=1e-2, optimizer=optimizer, momentum=0.9, patience=1)
+    momentum = 0.9 if optimizer == "sgd" else 0.0
+    config = TrainingConfig(epochs=2, batch_size=16, lr=1e-2, optimizer=optimizer, momentum=momentum, patience=1)
     expected = outcome(make_trainer(method, config))
     units = len(TASKS) * (1 + 2 * (3 + 1) + 1)  # per task: its start, two epochs of three steps and an end, its end
     for stopped_after in range(units + 1):
@@ -70,6 +71,13 @@ def test_stopped_after_any_unit_and_continued_it_ends_with_the_same_bits(method,
         assert digest(continued.state_dict()) == digest(stopped.state_dict()), "stopped again at once, nothing is lost"
         assert outcome(continued) == expected, f"after {stopped_after} units"
     assert not stopped.advance()
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_a_last_batch_that_batchnorm_cannot_learn_from_is_named(engine):
+    trainer = make_trainer(FineTune, replace(QUICK, batch_size=39, engine=engine))
+    with pytest.raises(ValueError, match=r"last batch of task 'first' is one example.* another batch_size than 39"):
+        outcome(trainer)
 
 
 def test_names_that_tasks_cannot_have_are_refused_before_anything_is_trained():

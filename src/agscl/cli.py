@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -120,8 +121,7 @@ def run(
         _check_name(folder, runs)
 
     if is_finished(folder):
-        with Run(folder) as finished:
-            finished.claim(config.as_dict())
+        Run(folder).check(config.as_dict())
         if tensorboard:
             Board(folder, config.training.epochs).close()
         say(f"{folder} is finished; nothing to do. Its result:")
@@ -151,9 +151,15 @@ def run(
                 note=say,
             )
         except Interrupted:
-            elsewhere = "" if runs == Path("runs") else f" --runs {runs}"
+            words = [
+                "agscl",
+                "run",
+                "--resume",
+                str(folder.relative_to(runs) if folder.is_relative_to(runs) else folder),
+            ]
+            words += [] if runs == Path("runs") else ["--runs", str(runs)]
             progress.close()
-            say(f"Stopped; a checkpoint is stored. Continue with: agscl run --resume {folder.name}{elsewhere}")
+            say(f"Stopped; a checkpoint is stored. Continue with: {shlex.join(words)}")
             return STOPPED
         finally:
             for board in boards:
@@ -228,12 +234,11 @@ def compare(
         say("Stopped; checkpoints are stored. The same command continues.")
         return STOPPED
     compared = comparing.collect(plan)
-    path = comparing.store(folder, preset, compared, failed)
     if compared:
         comparison(compared)
-    say(f"\nstored in {path}")
     for job, reason in failed.items():
         say(f"FAILED {job}: {reason}")
+    say(f"\nstored in {comparing.store(folder, preset, compared, failed)}")
     return FAILED if failed else DONE
 
 
@@ -321,13 +326,11 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     notes: dict[str, str] = {}
     if jobs is not None and jobs < 1:
         raise WrongUse("--jobs must be at least 1")
-    for folder in {job.folder.parent for job in plan}:
-        folder.mkdir(parents=True, exist_ok=True)
     processes = _cores() if jobs is None else jobs
     on_gpu = [job for job in plan if job.config.device.startswith("cuda") and not job.finished]
     if min(processes, len(on_gpu)) > 1 and _mps_is_off():
         say("Runs at the same time share a GPU better under NVIDIA's MPS; it starts with: nvidia-cuda-mps-control -d")
-    with _signals() as stopped, Comparing(plan) as progress:
+    with _held(plan), _signals() as stopped, Comparing(plan) as progress:
 
         def ended(job: comparing.Job, how: comparing.Ended) -> None:
             title = METHODS[job.config.method].title
@@ -359,6 +362,21 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     for note in notes.values():
         say(note)
     return failed
+
+
+@contextlib.contextmanager
+def _held(plan: Sequence[Job]) -> Iterator[None]:
+    """Keep other commands from the same runs, where there are some to be run."""
+    from agscl.files import take
+
+    with contextlib.ExitStack() as stack:
+        for folder in dict.fromkeys(job.folder.parent for job in plan if not job.finished):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                take(stack.enter_context(open(folder / "lock", "ab")), wait=False)
+            except BlockingIOError as error:
+                raise WrongUse(f"another command is at work on {folder}; wait for it, or stop it") from error
+        yield
 
 
 def _mps_is_off() -> bool:
@@ -501,6 +519,9 @@ def main(arguments: list[str] | None = None) -> int:
         "data": data,
     }
     given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where a terminal knows no λ
     if given == ["--version"]:
         say(f"agscl {__version__}")
         return DONE
@@ -519,10 +540,12 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(error, WRONG_USE)
     except RunError as error:
         return _complain(error, FAILED)
+    except BrokenPipeError:  # whoever read what this prints has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except OSError as error:  # a folder that cannot be written, a full disk
-        if error.filename is None:
-            raise
-        return _complain(RunError(f"{error.filename}: {error.strerror}"), FAILED)
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(RunError(f"{where}{error.strerror or error}"), FAILED)
     except KeyboardInterrupt:
         return STOPPED
 

@@ -33,9 +33,9 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         flush_folder(path.parent)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def flush_folder(folder: Path) -> None:

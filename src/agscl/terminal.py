@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,7 @@ class _Live:
             "{task.fields[note]}",
             console=console,
             disable=not console.is_terminal,
+            speed_estimate_period=24 * 3600.0,  # an epoch may take long, and two are needed to tell
         )
 
     def __enter__(self) -> Self:
@@ -85,7 +87,7 @@ class Progress(_Live):
         elif event["event"] == "epoch":
             note = f"task {event['task'] + 1}, epoch {event['epoch'] + 1}/{self._epochs}, loss {event['loss']:.3f}"
         else:
-            return
+            note = f"task {event['task'] + 1}, {event['name']}"
         if console.is_terminal:
             if event["method"] not in self._bars:
                 self._bars[event["method"]] = self._live.add_task(title, total=1.0, note="")
@@ -201,7 +203,7 @@ def summary(result: dict[str, Any], folder: Path) -> None:
         line = Table.grid(padding=(0, 2))
         line.add_row("certificate", Text(outcome["certificate"]))
         console.print(line)
-        say(f"check it     agscl verify {folder.name if folder.parent == Path('runs') else folder}")
+        say(f"check it     agscl verify {shlex.quote(folder.name if folder.parent == Path('runs') else str(folder))}")
     seconds = sum(result["seconds"].values())
     say(f"stored in    {folder}/ after {seconds:.0f} s of training")
 

@@ -103,40 +103,63 @@ def run_all(
 ) -> None:
     """Run what is not finished, `processes` at a time, each with one thread.
 
-    When `stop` says so the runs under way store a checkpoint, and `Interrupted` is raised. A run that fails leaves the
-    others alone.
+    When `stop` says so the runs under way store a checkpoint, and `Interrupted` is raised; they do so too when anything
+    else ends this. A run that fails leaves the others alone.
     """
     for job in jobs:
-        if (job.folder / "config.json").exists():
-            Run(job.folder).claim(job.config.as_dict())
+        Run(job.folder).check(job.config.as_dict())
     waiting = [job for job in jobs if not job.finished]
     if not waiting:
         return
+    stop()  # from here on a signal is a request
     context = multiprocessing.get_context("spawn")
     halt = context.Event()
     with ProcessPoolExecutor(min(processes, len(waiting)), context, _begin, (halt,)) as pool:
-        futures: dict[Future[Ended | None], Job] = {pool.submit(_work, job, checkpoint_every): job for job in waiting}
-        left = set(futures)
-        while left:
-            done, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
-            if stop() and not halt.is_set():
-                halt.set()
-                left = {future for future in left if not future.cancel()}
-            for future in done:
-                try:
-                    how = future.result()
-                except BrokenProcessPool as error:
-                    if halt.is_set():
-                        raise Interrupted from error
-                    raise RunError(
-                        "a process of the comparison was killed (is the memory enough for --jobs?). "
-                        "The same command continues with what is not finished."
-                    ) from error
-                if how is not None:
-                    ended(futures[future], how)
-            watch([futures[future] for future in left if future.running()])
-        if halt.is_set():
-            raise Interrupted
+        try:
+            _follow(_submitted(pool, waiting, checkpoint_every), halt, stop, watch, ended)
+        except BrokenProcessPool as error:
+            if halt.is_set():
+                raise Interrupted from error
+            raise RunError(
+                "a process of the comparison was killed (is the memory enough for --jobs?). "
+                "The same command continues with what is not finished."
+            ) from error
+        finally:
+            halt.set()  # what waits then ends at once
+
+
+def _submitted(
+    pool: ProcessPoolExecutor, jobs: Sequence[Job], checkpoint_every: float
+) -> dict[Future[Ended | None], Job]:
+    """Start the workers. Ctrl-C reaches them too, and would end them before they can look away, so it is blocked."""
+    block = getattr(signal, "pthread_sigmask", None)  # not on Windows
+    before = block(signal.SIG_BLOCK, [signal.SIGINT]) if block else None
+    try:
+        return {pool.submit(_work, job, checkpoint_every): job for job in jobs}
+    finally:
+        if block:
+            block(signal.SIG_SETMASK, before)
+
+
+def _follow(
+    futures: Mapping[Future[Ended | None], Job],
+    halt: Event,
+    stop: Callable[[], bool],
+    watch: Callable[[list[Job]], None],
+    ended: Callable[[Job, Ended], None],
+) -> None:
+    left = set(futures)
+    while left:
+        done, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+        if stop():
+            halt.set()
+        for future in done:
+            how = future.result()
+            if how is not None:
+                ended(futures[future], how)
+        watch([futures[future] for future in left if future.running()])
+    if halt.is_set():
+        raise Interrupted
 
 
 def collect(jobs: Sequence[Job]) -> dict[str, Any]:
@@ -177,7 +200,9 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
 
 def store(folder: Path, preset: str, compared: dict[str, Any], missing: Mapping[str, str]) -> Path:
     path = folder / "comparison.json"
-    write_atomically(path, as_json({"preset": preset, "methods": compared, "missing": dict(missing)}))
+    content = as_json({"preset": preset, "methods": compared, "missing": dict(missing)})
+    if not path.exists() or path.read_bytes() != content:
+        write_atomically(path, content)
     return path
 
 

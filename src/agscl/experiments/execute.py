@@ -34,6 +34,8 @@ DIVERGED = "diverged.json"
 """In a run's folder where training became infinite or NaN, as it would again."""
 SPACING = 20.0
 """A checkpoint comes no sooner than so many times what the last one took to write: a twentieth of the time at most."""
+HOLD_OUT = 0.1
+"""Share of the training examples that validates where a run or a search needs some and the sequence sets none apart."""
 PROBED = 16
 """Random inputs on which a certificate keeps the outputs of all heads."""
 
@@ -68,7 +70,8 @@ def execute(
     _check_data(run, sequence)
     state = run.load() or {"method": None, "finished": {}, "seconds": {}}
     for number, reason in run.checkpoints.damaged.items():
-        note(f"Checkpoint {number} is damaged ({reason}); going back to the one before it.")
+        before = "going back to the one before it" if state["method"] else "there is none before it, so it starts anew"
+        note(f"Checkpoint {number} is damaged ({reason}); {before}.")
 
     for name in methods_of(config):
         if name in state["finished"]:
@@ -98,13 +101,14 @@ def load_tasks(config: RunConfig) -> TaskSequence:
         sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
     except (ValueError, TypeError) as error:  # an option that there is not, or a value that cannot be
         raise RunError(f"{config.tasks}: {error}") from error
-    if config.training.validates and any(task.valid_x is None for task in sequence) and not config.hold_out:
-        apart = "set some apart with --task-options validation=0.1, or " if ":" in config.tasks else ""
+    without = config.training.validates and any(task.valid_x is None for task in sequence)
+    if without and not config.hold_out and ":" in config.tasks:
         raise RunError(
-            f"{config.tasks} has no validation examples, which the preset {config.preset} chooses epochs by: "
-            f"{apart}use --set patience=none restore_best=false"
+            f"{config.tasks} has no validation examples, which epochs are chosen by: set some apart with "
+            "--task-options validation=0.1, or use --set patience=none restore_best=false"
         )
-    return tuple(task.with_validation(config.hold_out, config.seed) for task in sequence)
+    share = config.hold_out or (HOLD_OUT if without else 0.0)
+    return tuple(task.with_validation(share, config.seed) for task in sequence)
 
 
 def _check_data(run: Run, sequence: TaskSequence) -> None:
@@ -142,7 +146,10 @@ def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Traine
             f"{_sides(example.shape[1:])}. {advice}"
         )
     kind = Joint if name == "joint" else Trainer
-    return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
+    try:
+        return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def _sides(shape: Sequence[int]) -> str:
@@ -207,6 +214,7 @@ def _train(
 
     trainer.emit = emit
     learned = trainer.task_index
+    stop()  # from here on a signal is a request
     try:
         while trainer.advance():
             if trainer.task_index > learned:
@@ -286,5 +294,8 @@ def _recorded_environment(run: Run, threads: int | None) -> dict[str, Any]:
         }
         run.store(path.name, environment)
     environment = read_json(path)
-    torch.set_num_threads(environment["threads"])
+    try:
+        torch.set_num_threads(environment["threads"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise RunError(f"{path} does not say how many threads the run has: remove it") from error
     return environment

@@ -10,6 +10,7 @@ import torch
 
 from agscl.experiments.methods import listed
 from agscl.methods.agscl import AGSCL
+from agscl.runs import RunError
 from agscl.supervised import TrainingConfig
 
 Options = Mapping[str, Any]
@@ -152,8 +153,13 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> RunConfig:
-        settings = {name: float(value) if value == "inf" else value for name, value in stored["settings"].items()}
-        return cls(**{**stored, "settings": settings, "training": TrainingConfig(**stored["training"])})
+        try:
+            settings = {name: float(value) if value == "inf" else value for name, value in stored["settings"].items()}
+            if stored["preset"] not in PRESETS:
+                raise ValueError(f"there is no preset {stored['preset']!r}")
+            return cls(**{**stored, "settings": settings, "training": TrainingConfig(**stored["training"])})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(f"the config.json of the run is damaged, or of another version: {error!r}") from error
 
 
 def configure(
@@ -175,8 +181,8 @@ def configure(
     if preset not in PRESETS:
         known = "\n".join(f"  {name:15} {each.about}" for name, each in PRESETS.items())
         raise ValueError(f"no preset is called {preset!r}. There are:\n{known}")
-    if seed < 0:
-        raise ValueError(f"a seed is 0 or more, not {seed}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"a seed is 0 or more and below 2^63, not {seed}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from agscl.analysis import metrics
 from agscl.experiments.compare import Job
+from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
 from agscl.files import as_json, write_atomically
@@ -17,8 +18,6 @@ from agscl.runs.folder import read_json
 
 SEED = 1000
 """A seed that no comparison uses, so that what was chosen on it is then tried on others."""
-HOLD_OUT = 0.1
-"""Share of the training examples that judges, where a sequence has no validation examples of its own."""
 FACTORS = (0.1, 1 / 3, 1.0, 3.0, 10.0)
 STEPS = 3
 """How often a search goes beyond the values of an axis."""

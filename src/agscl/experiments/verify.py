@@ -19,6 +19,11 @@ from agscl.runs.folder import read_json
 from agscl.supervised.trainer import placed
 
 
+def certificates_of(folder: Path) -> list[Path]:
+    """One for each task, in their order."""
+    return sorted((folder / "certificates").glob("*.json"), key=lambda path: int(path.stem))
+
+
 def verify_run(folder: Path) -> Verdict:
     """Check a run's certificates against the weights of its newest whole checkpoint; the last line is the verdict."""
     config = RunConfig.from_dict(read_json(folder / "config.json"))
@@ -37,7 +42,7 @@ def verify_run(folder: Path) -> Verdict:
             f"{folder} is in the middle of task {learned + 1}, and certificates are about the end of a task. "
             f"Let it finish first: agscl run --resume {folder.name}"
         )
-    paths = sorted((folder / "certificates").glob("*.json"))
+    paths = certificates_of(folder)
     if len(paths) < learned:
         raise RunError(f"{folder}/certificates holds {len(paths)} certificates for {learned} learned tasks")
     try:

@@ -79,13 +79,21 @@ class Run:
 
     def claim(self, config: dict[str, Any]) -> None:
         """Store `config`, or make sure that it is the one already stored."""
+        self.check(config)
         path = self.folder / "config.json"
-        if not path.exists():
-            with self.writing():
-                write_atomically(path, as_json(config))
+        if path.exists() and read_json(path) == json.loads(as_json(config)):
             return
-        stored = read_json(path)
-        changed = sorted(differences(stored, json.loads(as_json(config))))
+        with self.writing():
+            for left in self.folder.glob("*.json"):  # of a run that came to nothing
+                left.unlink()
+            write_atomically(path, as_json(config))
+
+    def check(self, config: dict[str, Any]) -> None:
+        """Make sure that what was trained here, if anything was, is a run of `config`."""
+        path = self.folder / "config.json"
+        if not path.exists() or not (self.checkpoints.numbers() or is_finished(self.folder)):
+            return
+        changed = sorted(differences(read_json(path), json.loads(as_json(config))))
         if changed:
             raise DifferentConfig(
                 f"{self.folder} holds a run of another configuration ({'; '.join(changed)}). "

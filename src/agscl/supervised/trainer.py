@@ -68,18 +68,20 @@ class TrainingConfig:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, not {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum}")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum is for sgd alone, {self.optimizer} has its own: leave it out, or set it to 0")
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1, or none for a constant rate, not {self.patience}")
         if self.drop_at is not None and self.drop_at < 1:
             raise ValueError(f"drop_at is a number of epochs, at least 1, or none, not {self.drop_at}")
-        if not self.factor > 1:
-            raise ValueError(f"factor must be above 1, not {self.factor}")
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"factor must be above 1 and finite, not {self.factor}")
         for name, known in (
             ("engine", ("auto", "plain", "captured")),
             ("precision", ("float32", "tf32", "bf16")),
@@ -271,8 +273,16 @@ class Trainer:
     def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
         """The mean loss of these rows of the training data."""
         x, y = self.task.batch(rows)
-        with self._compiled_trunk() if compiled else nullcontext():
-            return self._loss_of(x, y, self.task.name)
+        try:
+            with self._compiled_trunk() if compiled else nullcontext():
+                return self._loss_of(x, y, self.task.name)
+        except ValueError as error:
+            if len(rows) > 1:
+                raise
+            raise ValueError(
+                f"the last batch of task {self.task.name!r} is one example, which BatchNorm cannot learn from: use "
+                f"another batch_size than {self.config.batch_size} ({error})"
+            ) from error
 
     def _loss_of(self, x: Tensor, y: Tensor, task: str) -> Tensor:
         x = self._laid_out(x)
