@@ -23,7 +23,8 @@ def main() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout[-10_000:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
-    record(arguments.out, {"exit_code": done.returncode, "counts": counts})
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    record(arguments.out, {"exit_code": done.returncode, "counts": counts, "failed": failed})
     sys.exit(done.returncode)
 
 
