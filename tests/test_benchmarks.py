@@ -67,7 +67,8 @@ def test_variants_are_held_against_the_papers_form_on_the_same_seeds(benchmark, 
     # digits has no validation split
     monkeypatch.setattr(importlib.import_module("beyond"), "valid", lambda outcome: outcome["average_accuracy"])
     names = ["the paper's form", "η 0.5"]
-    found = benchmark("beyond", "--variants", *names, "--lam", "100", "1000", "--seeds", "1")
+    words = ["--preset", "digits", "--lam", "100", "1000", "--seeds", "1"]
+    found = benchmark("beyond", "--variants", *names, *words)
     rows = {(row["variant"], row["settings"]["lam"]): row for row in found["rows"]}
     assert len(rows) == 4
     best = max((100.0, 1000.0), key=lambda lam: rows[names[0], lam]["valid_accuracy"]["mean"])
