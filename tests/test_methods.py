@@ -883,6 +883,88 @@ def test_heads_in_a_list_may_be_called_by_number():
     assert method.certificate().probe.outputs.keys() == {"t0", "t1"}
 
 
+def with_norm(**settings):
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()))
+    return AGSCL(model, **{**SETTINGS, **settings}), model, adam(model)
+
+
+def test_a_batchnorm_that_the_loop_keeps_in_eval_mode_keeps_its_statistics():
+    method, model, optimizer = with_norm()
+    learn(method, optimizer, 0, end=False, steps=range(0))
+    before = bits(model.trunk[1])
+    for x, y in blobs(0) * 4:
+        model.trunk[1].eval()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, "t0"), y).backward()
+        optimizer.step()
+    method.end_epoch()
+    method.end_task(blobs(0))
+    for key in ("running_mean", "running_var"):
+        assert torch.equal(before[key], model.trunk[1].state_dict()[key]), key
+
+
+def test_a_task_resumed_after_its_last_step_ends_as_if_it_had_not_stopped():
+    method, model, optimizer = with_norm()
+    learn(method, optimizer, 0, end=False)
+    other, twin, steps = with_norm()
+    twin.add_head("t0", 3)
+    twin(blobs(0)[0][0], "t0")
+    twin.load_state_dict(model.state_dict())
+    steps.add_param_group({"params": twin.heads.parameters()})
+    other.load_state_dict(method.state_dict(), steps)
+    twin(blobs(0)[0][0], "t0")
+    twin.load_state_dict(model.state_dict())
+    method.end_task(blobs(0))
+    other.end_task(blobs(0))
+    assert same(bits(model.trunk[1]), bits(twin.trunk[1]))
+
+
+def test_scoring_the_model_in_inference_mode_before_training_does_no_harm():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = AGSCL(model, **SETTINGS), adam(model)
+    learn(method, optimizer, 0, steps=range(0), end=False)
+    with torch.inference_mode():
+        model(blobs(0)[0][0], "t0")
+    learn(method, optimizer, 0, begin=False)
+    assert method.statistics()["nodes"] == 64
+
+
+def test_with_infinite_lam_a_step_holds_also_while_the_length_of_an_epoch_is_not_known():
+    method, _, optimizer = fresh(mu=12, lam=math.inf, rho=0.3, prox_every="step")
+    learn(method, optimizer, 0)
+    anchors = [part.clone() for part in method.anchors]
+
+    def held(step):
+        assert all(torch.equal(a, b) for a, b in zip(method._important.take(), anchors, strict=True)), step
+
+    with pytest.warns(SelfCheckWarning, match="how many steps an epoch has was never told"):
+        learn(method, optimizer, 1, after_step=held, told=False)
+
+
+def test_fresh_weights_leave_the_generators_of_gpus_alone(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    method, _, optimizer = fresh()
+    learn(method, optimizer, 0, end=False)
+    seeded.clear()
+    before = torch.get_rng_state()
+    method.end_task(blobs(0))
+    assert not seeded
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_certificate_asked_for_too_early_says_what_is_missing():
+    method, _, optimizer = fresh()
+    learn(method, optimizer, 0)
+    other, model, _ = fresh()
+    model.add_head("t0", 3)
+    other.load_state_dict(method.state_dict())
+    with pytest.raises(RuntimeError, match="built at the first forward pass, or from example_input"):
+        other.certificate()
+
+
 def test_labels_are_not_needed_to_end_a_task():
     method, _, optimizer = fresh()
     learn(method, optimizer, 0, end=False)

@@ -414,6 +414,46 @@ def test_old_logits_keep_their_bits_through_batch_norm_residuals_and_depthwise_f
 # HAT ------------------------------------------------------------------------------------------------------------------
 
 
+def test_lwf_asks_heads_in_a_list_by_their_number():
+    class Numbered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.outputs = mlp(), nn.ModuleList(nn.Linear(32, 3) for _ in range(2))
+
+        def forward(self, x, task):
+            return self.outputs[task](self.body(x))
+
+    model = Numbered()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    method = LwF(model, heads="outputs")
+    for number in range(2):
+        method.begin_task(f"t{number}", optimizer)
+        for x, y in blobs(number):
+            output = model(x, number)
+            loss = method.loss(x, output)
+            assert bool(loss) == bool(number)
+            optimizer.zero_grad()
+            (F.cross_entropy(output, y) + loss).backward()
+            optimizer.step()
+        method.end_task(blobs(number))
+
+
+def test_packnet_keeps_a_layer_that_was_left_out_of_the_first_step():
+    method, model, optimizer = fresh(PackNet)
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, epochs=2)
+    for epoch in range(2):
+        for step, (x, y) in enumerate(blobs(0)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, "t0"), y).backward()
+            if (epoch, step) == (0, 0):
+                model.trunk[2].weight.grad = None
+            optimizer.step()
+        method.end_epoch()
+    method.end_task(blobs(0))
+    assert all(bool((owner == 1).any()) for owner in method.owner.values())
+
+
 def tiny_hat(**settings):
     """Two inputs, two nodes, two nodes, a head."""
     torch.manual_seed(0)

@@ -509,6 +509,24 @@ def test_omega_of_si_on_a_quadratic_is_the_analytic_value():
     torch.testing.assert_close(path, drop, rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize("kind", [EWC, SI, RWalk, MAS, L2])
+def test_between_tasks_the_penalty_is_zero_and_an_optimizer_that_climbs_is_refused(kind):
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), features=8)
+    method = kind(model)
+    model.add_head("t0", 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method.begin_task("t0", optimizer)
+    x, y = blobs(0)[0]
+    F.cross_entropy(model(x, "t0"), y).backward()
+    optimizer.step()
+    method.end_task(blobs(0))
+    assert float(method.penalty()) == 0.0
+    model.add_head("t1", 3)
+    with pytest.raises(ValueError, match="maximize=True would climb the penalty"):
+        method.begin_task("t1", torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
+
+
 def test_omega_of_si_is_clipped_by_default_and_not_in_the_papers_form():
     def omega(**settings):
         model = Bowl()

@@ -107,6 +107,7 @@ class AGSCL(NodeMethod):
         self._kept: list[KeptStatistics] = []  # of important channels, during a task
         self._fixed: list[FrozenStatistics] = []  # of frozen BatchNorms, always
         self._masks: list[tuple[nn.Parameter, Tensor]] = []  # during a task, where a layer's weight is 0
+        self._tracked: list[Tensor] = []  # per BatchNorm, the batches seen in training when the task began
         self._figures: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None  # loaded before there was a graph
         self._reset_counts()
@@ -150,6 +151,7 @@ class AGSCL(NodeMethod):
         self._set_strengths()
         self._find_rates()
         self._reset_counts()
+        self._tracked = self._batches_tracked()
         norms = group_norms(self._free.take(), self._free.members) / self._mu if len(self._free) else torch.zeros(1)
         self._norms = [float(norms.min()), float(norms.median())]
         self._before = [] if self.config.prox else Rows(self.graph, self.first >= 0).take()
@@ -159,6 +161,10 @@ class AGSCL(NodeMethod):
                 f"{', '.join(loose[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
                 "Freeze it again, or build a new method on the model."
             )
+
+    def _batches_tracked(self) -> list[Tensor]:
+        """Of each BatchNorm, the batches it has seen in training."""
+        return [norm.module.num_batches_tracked.clone() for norm in self.graph.norms.values()]  # type: ignore[union-attr]
 
     def _reset_counts(self) -> None:
         self._since = 0  # steps of the main optimizer since the last proximal one,
@@ -238,7 +244,10 @@ class AGSCL(NodeMethod):
         self._epoch_steps += 1
         self._pending = self._pending + (1 if skipped is None else 1 - skipped.reshape(()).clamp(max=1))
         every = 1 if self.config.prox_every == "step" else self.config.prox_every
-        if isinstance(every, int) and self._steps_per_epoch and self._since >= every:
+        if isinstance(every, int) and not self._steps_per_epoch:
+            self._pull_for_good()  # how long an epoch is comes out at its end
+        elif isinstance(every, int) and self._since >= every:
+            assert self._steps_per_epoch
             self._run_proximal(self._pending / self._steps_per_epoch)
 
     def _check_capture(self) -> None:
@@ -342,9 +351,11 @@ class AGSCL(NodeMethod):
             whole = self.config.prox_every == "epoch" or not self._steps_per_epoch
             self._run_proximal(1.0 if whole else self._pending / (self._steps_per_epoch or 1))
         self._pull_for_good()
-        if self.graph.norms:
+        norms = zip(self.graph.norms.values(), self._tracked, self._batches_tracked(), strict=True)
+        trained = [norm.module for norm, before, now in norms if bool(now > before)]  # not those kept in eval mode
+        if trained:
             batches = list(batches) if isinstance(batches, Iterator) else batches  # they are run through twice
-            settle_statistics([norm.module for norm in self.graph.norms.values()], self.model, batches, forward)
+            settle_statistics(trained, self.model, batches, forward)
         measured = mean_activations(self.graph, batches, forward, self.config.importance_mode)
         if not bool(measured.isfinite().all()):
             raise FloatingPointError(
@@ -468,6 +479,7 @@ class AGSCL(NodeMethod):
         }
 
     def _claims(self) -> dict[str, Any]:
+        assert self.graph  # or it says that it is not known yet
         notes = [f"layer {name} is excluded: outputs that depend on it are not covered" for name in self._exclude]
         if frozen := [
             name for name, p in self.model.named_parameters() if not self._digested(name) and not p.requires_grad
@@ -506,6 +518,12 @@ class AGSCL(NodeMethod):
                 "prox",
                 "end_epoch() was not called after the last steps, or never: the proximal step ran "
                 f"{self._proximal_steps} times in this task. Call method.end_epoch() after each epoch.",
+            )
+        if self.config.prox and self.config.prox_every != "epoch" and self._steps and not self._steps_per_epoch:
+            self._warn(
+                "length",
+                f"prox_every={self.config.prox_every!r}, but how many steps an epoch has was never told: the proximal "
+                "step ran once, at the end of the task. Give begin_task(…, steps_per_epoch=…), or call end_epoch().",
             )
         reach, (smallest, median) = float(self._reach), self._norms
         if reach and self.config.mu * reach < smallest:
@@ -546,6 +564,7 @@ class AGSCL(NodeMethod):
             state["counts"] = [self._since, float(self._pending), self._epoch_steps, self._proximal_steps]
             state["reach"], state["norms"] = float(self._reach), list(self._norms)
             state["before"] = [part.clone() for part in self._before]
+            state["tracked"] = [int(count) for count in self._tracked]
         return state
 
     def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
@@ -582,6 +601,8 @@ class AGSCL(NodeMethod):
                 self._reach.fill_(state["reach"])
                 self._norms = list(state["norms"])
                 self._before = [part.to(device, copy=True) for part in state["before"]]
+            for known, count in zip(self._tracked, state.get("tracked", []), strict=False):
+                known.fill_(count)
 
     def close(self) -> None:
         super().close()

@@ -447,16 +447,17 @@ class Method:
             self._warned.add(key)
             _warn_user(message)
 
-    def _call(self, x: Any, task: str) -> Any:
+    def _call(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
         """`model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task."""
+        model = model or self.model
         _, *others = inspect.signature(self.model.forward).parameters.values()
         if not any(p.name == "task" or p.default is p.empty for p in others if p.kind is p.POSITIONAL_OR_KEYWORD):
-            return self.model(x)
+            return model(x)
         try:
-            return self.model(x, task)
+            return model(x, task)
         except (TypeError, KeyError, IndexError):
             if self.heads.listed:
-                return self.model(x, self.tasks.index(task))
+                return model(x, self.tasks.index(task))
             raise
 
     def _task_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -527,8 +528,8 @@ class NodeMethod(Method):
 
     def _first_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Build the graph at the model's first forward pass; find the new head's columns at each task's first."""
-        if not self._watching or self.task is None:
-            return
+        if not self._watching or self.task is None or torch.is_inference_mode_enabled():
+            return  # what is made in inference mode could not be trained with
         arguments = inspect.signature(self.model.forward).bind(*args, **kwargs).args
         if self._graph is None:
             self._build(arguments)

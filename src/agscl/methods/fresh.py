@@ -79,6 +79,6 @@ def _twin(module: nn.Module, seed: int) -> nn.Module:
     }
     twin._buffers = {key: None if b is None else b.detach().cpu().clone() for key, b in module._buffers.items()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that would seed the GPUs too
         twin.reset_parameters()  # type: ignore[operator]
     return twin

@@ -110,8 +110,7 @@ class LwF(Method):
             if isinstance(self.model, MultiHead):
                 trunk = {n.removeprefix("trunk."): t for n, t in self._copy.items() if n.startswith("trunk.")}
                 return self._read(functional_call(self.model.trunk, trunk, (x,)), old)
-            asks = len(inspect.signature(self.model.forward).parameters) > 1
-            return [functional_call(self.model, self._copy, (x, task) if asks else (x,)) for task in old]
+            return [self._call(x, task, lambda *given: functional_call(self.model, self._copy, given)) for task in old]
         finally:
             for module, training in modes:
                 module.training = training

@@ -128,8 +128,9 @@ class PackNet(StillMethod):
         return {name: parameter for _, _, name, parameter in self._places}
 
     def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        if not self._reached:
-            self._reached = [name for name, p in self._weights().items() if p.grad is not None]
+        if self._pruned < 0:  # a layer may be left out of some steps
+            known = set(self._reached)
+            self._reached += [name for name, p in self._weights().items() if p.grad is not None and name not in known]
 
     def _restore(self, optimizer: Optimizer | None, skipped: Tensor | None) -> None:
         for weight, fixed, values in self._fixed:

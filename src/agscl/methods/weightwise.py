@@ -129,6 +129,10 @@ class WeightMethod(Method):
                 if self._known()[1] is not None:
                     self.importances[name] = torch.zeros_like(parameter)
         for optimizer in self._optimizers:
+            if len(self.tasks) > 1 and any(group.get("maximize") for group in optimizer.param_groups):
+                raise ValueError(
+                    "An optimizer with maximize=True would climb the penalty: minimise the negative instead."
+                )
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             mine = {name: p for name, p in protected.items() if id(p) in held}
             self._parts[id(optimizer)] = _Part(mine, *self._known())
@@ -195,6 +199,8 @@ class WeightMethod(Method):
         assert anchors is not None
         parameters = dict(self.model.named_parameters())
         total = next(self.model.parameters()).new_zeros((), dtype=torch.float64)
+        if importances is not None and not importances:  # between tasks, where they are made of others
+            return total
         for name, anchor in anchors.items():
             squares = (parameters[name].double() - anchor).square()
             total += (squares if importances is None else squares * importances[name]).sum()
