@@ -904,6 +904,15 @@ def test_a_batchnorm_that_the_loop_keeps_in_eval_mode_keeps_its_statistics():
         assert torch.equal(before[key], model.trunk[1].state_dict()[key]), key
 
 
+@pytest.mark.parametrize("what", ["trunk.0.bias", "trunk.1.weight"])
+def test_what_the_user_has_frozen_is_neither_shrunk_nor_made_fresh(what):
+    method, model, optimizer = with_norm(rho=1.0)
+    model.get_parameter(what).requires_grad_(False)
+    before = model.get_parameter(what).detach().clone()
+    learn(method, optimizer, 0)
+    assert torch.equal(before, model.get_parameter(what))
+
+
 def test_a_task_resumed_after_its_last_step_ends_as_if_it_had_not_stopped():
     method, model, optimizer = with_norm()
     learn(method, optimizer, 0, end=False)

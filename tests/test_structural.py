@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import agscl
-from agscl import EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, Together
+from agscl import AGSCL, EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods.base import Method, SelfCheckWarning
 from agscl.methods.gpm import extend, layer_inputs, project
@@ -412,6 +412,57 @@ def test_old_logits_keep_their_bits_through_batch_norm_residuals_and_depthwise_f
 
 
 # HAT ------------------------------------------------------------------------------------------------------------------
+
+
+def interrupted(model, x, task):
+    """A forward pass that Ctrl-C ends at its last layer: torch then calls no hook that comes after."""
+
+    def stop(module, args):
+        raise KeyboardInterrupt
+
+    handle = model.heads[task].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(x, task)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "make", [HAT, PackNet, LwF, GPM, Frozen, AGSCL, functools.partial(EWC, batchnorm="per_task"), EWC], ids=str
+)
+@pytest.mark.parametrize("when", ["between tasks", "within a task"])
+def test_a_forward_pass_stopped_by_ctrl_c_does_no_harm(make, when):
+    outcomes = []
+    for stopped in (False, True):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+        model = MultiHead(trunk, features=32)
+        method = make(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x = blobs(0)[0][0]
+        for number in range(3):
+            half = range(len(blobs(0)) * EPOCHS // 2)
+            learn(method, optimizer, number, steps=half, end=False)
+            if stopped and when == "within a task" and number:
+                model.eval()
+                interrupted(model, x, "t0")
+            learn(method, optimizer, number, steps=range(half.stop, 2 * half.stop), begin=False)
+            if stopped and when == "between tasks" and number:
+                model.eval()
+                interrupted(model, x, "t0")
+        model.eval()
+        outcomes.append([logits(model, x, f"t{number}") for number in range(3)])
+        assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values())
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def test_a_copy_of_a_model_with_gates_has_gates_of_its_own():
+    method, model, optimizer = fresh(HAT)
+    for number in range(2):
+        learn(method, optimizer, number)
+    x = blobs(0)[0][0]
+    twin = copy.deepcopy(model)
+    for task in ("t0", "t1"):
+        assert torch.equal(logits(twin, x, task), logits(model, x, task))
 
 
 def test_lwf_asks_heads_in_a_list_by_their_number():

@@ -510,6 +510,35 @@ def test_omega_of_si_on_a_quadratic_is_the_analytic_value():
 
 
 @pytest.mark.parametrize("kind", [EWC, SI, RWalk, MAS, L2])
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_weights_that_join_within_a_task_are_held_as_the_others(kind, how):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method = kind(model, **{kind._setting: 1e4})
+    learn(method, adam(model), 0)
+    first = model.trunk[0]
+    before = first.weight.detach().clone()
+    first.requires_grad_(how == "added")
+    optimizer = torch.optim.SGD(model.trunk[2 if how == "added" else 0 :].parameters(), lr=1e-6)
+    learn(method, optimizer, 1, steps=range(4), end=False)  # a new head warms up first
+    first.requires_grad_(True)
+    if how == "added":
+        optimizer.add_param_group({"params": first.parameters()})
+    pushed = []
+    for x, y in blobs(1):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            first.weight.add_(0.1)  # away from its anchor
+        F.cross_entropy(model(x, "t1"), y).backward()
+        plain = first.weight.grad.clone()
+        optimizer.step()
+        pushed.append(not torch.equal(first.weight.grad, plain))
+    assert torch.equal(method.anchors["trunk.0.weight"], before)
+    assert all(pushed)
+    method.end_task(blobs(1))
+
+
+@pytest.mark.parametrize("kind", [EWC, SI, RWalk, MAS, L2])
 def test_between_tasks_the_penalty_is_zero_and_an_optimizer_that_climbs_is_refused(kind):
     torch.manual_seed(0)
     model = MultiHead(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), features=8)

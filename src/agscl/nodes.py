@@ -525,9 +525,10 @@ class Rows:
 
     @torch.no_grad()
     def put(self, rows: Sequence[Tensor]) -> None:
-        """Write rows back."""
+        """Write rows back, but for what the user has frozen."""
         for parameter, index, new in zip(self.parameters, self.index, rows, strict=True):
-            parameter.index_copy_(0, index, new)
+            if parameter.requires_grad:
+                parameter.index_copy_(0, index, new)
 
 
 def _size(module: nn.Module) -> int:

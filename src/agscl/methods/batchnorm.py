@@ -38,6 +38,8 @@ class FrozenStatistics:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any) -> None:
+        while self._training:  # of a pass that was interrupted (Ctrl-C): torch calls no hook then
+            self._training.pop().training = True
         if module.training:
             self._training.append(module)
             module.training = False
@@ -82,6 +84,8 @@ class TaskStatistics:
             handle.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        while self._own:  # of a pass that was interrupted (Ctrl-C): torch calls no hook then
+            self._put_back()
         kept = self.kept.get(self._task_of(args, kwargs) or "")
         if kept is None:
             self._own.append(None)
@@ -91,7 +95,11 @@ class TaskStatistics:
             norm._buffers.update({key: kept[f"{name}.{key}"] for key in _STATISTICS})
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._own and (own := self._own.pop()) is not None:
+        if self._own:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if (own := self._own.pop()) is not None:
             for norm, buffers in zip(self.norms.values(), own, strict=True):
                 norm._buffers.update(buffers)
 
@@ -121,6 +129,9 @@ class KeptStatistics:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Let the forward pass update copies: autograd holds on to the statistics that it saw."""
+        if self._own is not None:  # of a pass that was interrupted (Ctrl-C): torch calls no hook then
+            module._buffers.update(running_mean=self._own[0], running_var=self._own[1])
+            self._own = None
         if module.training:
             self._own = module._buffers["running_mean"], module._buffers["running_var"]  # type: ignore[assignment]
             module._buffers.update(running_mean=self._own[0].clone(), running_var=self._own[1].clone())  # type: ignore[index]

@@ -59,6 +59,8 @@ def refresh(
         for key, parameter in owner.module.named_parameters(recurse=False):
             where = rows.to(parameter.device)
             fresh = next(given) if start else twin.get_parameter(key).to(parameter.device)
+            if not parameter.requires_grad:
+                continue
             parameter.index_copy_(0, where, fresh.detach().index_select(0, where))
             for optimizer in optimizers:
                 for moment in optimizer.state.get(parameter, {}).values():

@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -92,6 +93,7 @@ class HAT(NodeMethod):
         self._kept: list[KeptStatistics] = []
         self._fixed: list[KeptStatistics] = []
         self._gates: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._open: dict[str, tuple[nn.Module, nn.Parameter]] = {}  # layers that run with a gated weight, and their own
         self._columns: dict[str, Tensor] = {}
         self._met: set[str] = set()  # tasks whose heads have a gate
         self._shown: str | None = None  # the task of the forward pass under way
@@ -125,10 +127,15 @@ class HAT(NodeMethod):
 
     # The gates -------------------------------------------------------------------------------------------------------
 
+    def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self._close_gates()
+        super()._join(optimizers)
+
     def _first_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before every forward pass: note its task, and see that the head of that task has its gate."""
         if not self._watching:
             return
+        self._close_gates()
         task = self._task_of(args, kwargs)
         if task is not None and task not in self._met:
             arguments = inspect.signature(self.model.forward).bind(*args, **kwargs).args
@@ -151,29 +158,30 @@ class HAT(NodeMethod):
         for name, reader in self.graph.readers.items():
             self._columns[name] = reader.columns().to(self.used.device)
             if name not in self._gates:
-                before, after = self._gate(name)
                 self._gates[name] = (
-                    reader.module.register_forward_pre_hook(before),
-                    reader.module.register_forward_hook(after, always_call=True),
+                    reader.module.register_forward_pre_hook(partial(self._open_gate, name)),
+                    reader.module.register_forward_hook(partial(self._close_gate, name), always_call=True),
                 )
 
-    def _gate(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Hooks that let a layer run with each column of its weight times the gate of the node the column reads."""
-        own: list[nn.Parameter] = []
+    def _open_gate(self, name: str, module: nn.Module, args: Any) -> None:
+        """Let a layer run with each column of its weight times the gate of the node the column reads."""
+        self._close_gate(name)
+        if (gates := self._gates_now()) is not None:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            self._open[name] = module, weight
+            gated = weight * gates[self._columns[name]].to(weight.dtype)
+            module._parameters["weight"] = gated  # type: ignore[assignment]
 
-        def before(module: nn.Module, args: Any) -> None:
-            if (gates := self._gates_now()) is not None:
-                weight = module._parameters["weight"]
-                assert weight is not None
-                own.append(weight)
-                gated = weight * gates[self._columns[name]].to(weight.dtype)
-                module._parameters["weight"] = gated  # type: ignore[assignment]
+    def _close_gate(self, name: str, *_: Any) -> None:
+        if name in self._open:
+            layer, weight = self._open.pop(name)
+            layer._parameters["weight"] = weight
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if own:
-                module._parameters["weight"] = own.pop()
-
-        return before, after
+    def _close_gates(self) -> None:
+        """A forward pass that was interrupted (Ctrl-C) closes none: torch calls no hook then."""
+        for name in list(self._open):
+            self._close_gate(name)
 
     def _gates_now(self) -> Tensor | None:
         """(groups + 1,) the gates in force, 1 at the end for columns that read no node; None while probed."""
@@ -399,6 +407,7 @@ class HAT(NodeMethod):
 
     def close(self) -> None:
         super().close()
+        self._close_gates()
         self._after.remove()
         for handle in itertools.chain(*self._gates.values()):
             handle.remove()
@@ -431,6 +440,7 @@ class HAT(NodeMethod):
         }
 
     def state_dict(self) -> dict[str, Any]:
+        self._close_gates()
         state = {
             **super().state_dict(),
             "built": self._graph is not None,

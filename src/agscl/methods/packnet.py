@@ -79,6 +79,7 @@ class PackNet(StillMethod):
         return name not in self.owner
 
     def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self._unwind()
         trunk = self._trunk()
         if not self.owner:
             packed = {n: p for n, p in trunk.items() if p.requires_grad and p.dim() > 1 and n.endswith("weight")}
@@ -89,6 +90,7 @@ class PackNet(StillMethod):
 
     def _find(self) -> None:
         """Where the packed weights are; a tied one is in several places."""
+        self._unwind()
         names = {id(p): name for name, p in self.model.named_parameters() if name in self.owner}
         self._places = [
             (module, key, names[id(p)], p)
@@ -128,6 +130,7 @@ class PackNet(StillMethod):
         return {name: parameter for _, _, name, parameter in self._places}
 
     def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        self._unwind()
         if self._pruned < 0:  # a layer may be left out of some steps
             known = set(self._reached)
             self._reached += [name for name, p in self._weights().items() if p.grad is not None and name not in known]
@@ -213,14 +216,21 @@ class PackNet(StillMethod):
         return before
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._unwind()
         self._stack.append(self._show(self._task_of(args, kwargs)))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._stack:
             _put_back(self._stack.pop())
 
+    def _unwind(self) -> None:
+        """Undo what a forward pass left that was interrupted (Ctrl-C): torch calls no hook then."""
+        while self._stack:
+            _put_back(self._stack.pop())
+
     def close(self) -> None:
         super().close()
+        self._unwind()
         for handle in self._handles:
             handle.remove()
 
@@ -238,6 +248,7 @@ class PackNet(StillMethod):
         return {**super().memory(), "masks": masks, "anchors": anchors, "bytes": masks + size}
 
     def state_dict(self) -> dict[str, Any]:
+        self._unwind()
         return {
             **super().state_dict(),
             "owner": {name: owner.clone() for name, owner in self.owner.items()},

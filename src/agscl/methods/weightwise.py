@@ -96,6 +96,7 @@ class WeightMethod(Method):
         self.importances: dict[str, Tensor] = {}
         self.anchors: dict[str, Tensor] = {}
         self._parts: dict[int, _Part] = {}  # per optimizer, during a task
+        self._trained: list[int] = []  # how many weights it trained, group by group, when these were made
         self._frozen: FrozenStatistics | None = None
         self._own: TaskStatistics | None = None
         self._figures: dict[str, Any] = {}
@@ -119,6 +120,7 @@ class WeightMethod(Method):
 
     def _prepare(self) -> None:
         """Set up what the hooks need; also when a task is taken up again."""
+        self._trained = self._count_trained()
         self._set_batchnorm()
         if len(self.tasks) == 1 and not self._from_the_start:
             return
@@ -137,6 +139,14 @@ class WeightMethod(Method):
             mine = {name: p for name, p in protected.items() if id(p) in held}
             self._parts[id(optimizer)] = _Part(mine, *self._known())
 
+    def _count_trained(self) -> list[int]:
+        """What every group of the optimizers trains: a loop may add weights, or unfreeze some, within a task."""
+        return [sum(p.requires_grad for p in group["params"]) for o in self._optimizers for group in o.param_groups]
+
+    def _follow(self) -> None:
+        if self._count_trained() != self._trained:
+            self._prepare()
+
     def _known(self) -> list[Mapping[str, Tensor] | None]:
         """What the hooks use of each weight: anchor, importance (None: 1), and more where a method needs it."""
         return [self.anchors, self.importances]
@@ -149,11 +159,14 @@ class WeightMethod(Method):
         if not norms:
             return
         if self.config.batchnorm == "freeze" and len(self.tasks) > 1 and self.task is not None:
-            self._frozen = FrozenStatistics(norms)
+            self._frozen = self._frozen or FrozenStatistics(norms)
         elif self.config.batchnorm == "per_task" and self._own is None:
             self._own = TaskStatistics(self.model, norms, self._task_of)
 
     # A step ----------------------------------------------------------------------------------------------------------
+
+    def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        self._follow()
 
     def _add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         if len(self.tasks) < 2:
@@ -210,6 +223,7 @@ class WeightMethod(Method):
 
     @torch.no_grad()
     def _end(self, batches: Iterable[Any], forward: Forward) -> None:
+        self._follow()
         protected = self.protected()
         self._check_finite(protected)
         new = self._measure(protected, batches, forward)
@@ -378,6 +392,7 @@ class PathMethod(WeightMethod):
         return []
 
     def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        super()._observe_gradients(optimizer, scale)
         if self.config.gradient == "task":  # type: ignore[attr-defined]
             self._see(optimizer, scale)
 
