@@ -152,6 +152,16 @@ def test_where_nothing_was_trained_yet_a_configuration_gives_way_to_another(tmp_
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lr": 0.1}
 
 
+def test_a_lost_configuration_is_written_again_and_nothing_else_is_touched(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.claim({"lr": 0.1})
+        run.store("environment.json", {"threads": 3})
+        run.save({})
+        (tmp_path / "run" / "config.json").unlink()
+        run.claim({"lr": 0.1})
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.json")) == ["config.json", "environment.json"]
+
+
 def test_an_infinite_setting_is_stored_as_strict_json_and_recognised(tmp_path):
     with Run(tmp_path / "run") as run:
         run.claim({"lam": math.inf})

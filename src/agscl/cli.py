@@ -151,12 +151,8 @@ def run(
                 note=say,
             )
         except Interrupted:
-            words = [
-                "agscl",
-                "run",
-                "--resume",
-                str(folder.relative_to(runs) if folder.is_relative_to(runs) else folder),
-            ]
+            known_as = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
+            words = ["agscl", "run", "--resume", str(known_as)]
             words += [] if runs == Path("runs") else ["--runs", str(runs)]
             progress.close()
             say(f"Stopped; a checkpoint is stored. Continue with: {shlex.join(words)}")

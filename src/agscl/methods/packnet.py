@@ -79,7 +79,6 @@ class PackNet(StillMethod):
         return name not in self.owner
 
     def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
-        self._unwind()
         trunk = self._trunk()
         if not self.owner:
             packed = {n: p for n, p in trunk.items() if p.requires_grad and p.dim() > 1 and n.endswith("weight")}

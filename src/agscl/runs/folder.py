@@ -63,6 +63,11 @@ class Run:
         assert self._events is not None, "the run is not open"
         return self._events
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything that was trained is stored."""
+        return bool(self.checkpoints.numbers()) or is_finished(self.folder)
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Turn a failing write (full disk, no permission) into a message that says what is still there."""
@@ -84,14 +89,14 @@ class Run:
         if path.exists() and read_json(path) == json.loads(as_json(config)):
             return
         with self.writing():
-            for left in self.folder.glob("*.json"):  # of a run that came to nothing
+            for left in [] if self.begun else self.folder.glob("*.json"):  # of a run that came to nothing
                 left.unlink()
             write_atomically(path, as_json(config))
 
     def check(self, config: dict[str, Any]) -> None:
         """Make sure that what was trained here, if anything was, is a run of `config`."""
         path = self.folder / "config.json"
-        if not path.exists() or not (self.checkpoints.numbers() or is_finished(self.folder)):
+        if not path.exists() or not self.begun:
             return
         changed = sorted(differences(read_json(path), json.loads(as_json(config))))
         if changed:
