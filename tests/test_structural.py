@@ -465,6 +465,16 @@ def test_a_copy_of_a_model_with_gates_has_gates_of_its_own():
         assert torch.equal(logits(twin, x, task), logits(model, x, task))
 
 
+def test_scoring_a_model_in_inference_mode_before_its_gates_are_there_does_no_harm():
+    method, model, optimizer = fresh(HAT)
+    for number in range(2):
+        learn(method, optimizer, number, steps=range(0), end=False)
+        with torch.inference_mode():
+            model(blobs(number)[0][0], f"t{number}")
+        learn(method, optimizer, number, begin=False)
+    assert method.statistics()["nodes"] == 64
+
+
 def test_lwf_asks_heads_in_a_list_by_their_number():
     class Numbered(nn.Module):
         def __init__(self):

@@ -137,7 +137,7 @@ class HAT(NodeMethod):
             return
         self._close_gates()
         task = self._task_of(args, kwargs)
-        if task is not None and task not in self._met:
+        if task is not None and task not in self._met and not torch.is_inference_mode_enabled():
             arguments = inspect.signature(self.model.forward).bind(*args, **kwargs).args
             if self._graph is None:
                 self._build(arguments)
