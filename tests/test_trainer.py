@@ -1,5 +1,6 @@
 import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -432,3 +433,46 @@ def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_no
         trainer = make_trainer(FineTune, replace(QUICK, epochs=1, compile=True), tasks=TASKS[:1], seed=seed)
         outcome(trainer)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(("channels", "padding"), [(3, 1), (1, 0), (2, (1, 0))])
+def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(monkeypatch, channels, padding):
+    from agscl.supervised.compiled import Compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Conv2d(channels, 5, 3, padding=padding), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Flatten())
+    trunk.double().to(memory_format=torch.channels_last)
+    x = torch.randn(6, channels, 8, 9, dtype=torch.double).contiguous(memory_format=torch.channels_last)
+    compiled = Compiled(trunk, products=True)
+    assert compiled.narrow == [trunk[0]]
+    found = []
+    for context in (nullcontext(), compiled.in_use()):
+        trunk.zero_grad()
+        with context:
+            output = trunk(x)
+        output.square().sum().backward()
+        found.append([output.detach(), *[parameter.grad for parameter in trunk.parameters()]])
+    for plain, product in zip(*found, strict=True):
+        torch.testing.assert_close(product, plain)
+    assert "forward" not in vars(trunk[0])
+    assert trunk._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, 5),  # reads more than 32 numbers
+        nn.Conv2d(3, 4, 3, stride=2),
+        nn.Conv2d(3, 4, 3, dilation=2),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(3, 4, 3, padding="same"),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.ConvTranspose2d(3, 4, 3),
+    ],
+)
+def test_convolutions_that_are_no_plain_product_stay_as_they_are(layer):
+    from agscl.supervised.compiled import Compiled
+
+    assert Compiled(nn.Sequential(layer), products=True).narrow == []

@@ -19,6 +19,7 @@ from agscl.heads import MultiHead, check_name
 from agscl.methods.base import Method
 from agscl.supervised.adam import Adam, AdamW
 from agscl.supervised.captured import Captured
+from agscl.supervised.compiled import Compiled
 from agscl.tasks import Task, TaskSequence
 
 Event = dict[str, Any]
@@ -139,9 +140,7 @@ class Trainer:
         automatic = config.engine == "auto" and self.device.type == "cuda" and capturable
         self.captures = config.engine == "captured" or automatic
         self._captured: Captured | None = None  # of the task under way
-        self._compiled: Callable[..., Any] | None = None
-        if config.compile:
-            self._compiled = torch.compile(_calling(model.trunk), dynamic=False)
+        self._compiled = Compiled(model.trunk, products=self.device.type == "cuda") if config.compile else None
         self._moved: dict[int, Task] = {}
 
         self.task_index = 0
@@ -274,7 +273,7 @@ class Trainer:
         """The mean loss of these rows of the training data."""
         x, y = self.task.batch(rows)
         try:
-            with self._compiled_trunk() if compiled else nullcontext():
+            with self._compiled.in_use() if self._compiled and compiled else nullcontext():
                 return self._loss_of(x, y, self.task.name)
         except ValueError as error:
             if len(rows) > 1:
@@ -299,17 +298,6 @@ class Trainer:
         if self.config.precision == "bf16":
             return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         return nullcontext()
-
-    @contextmanager
-    def _compiled_trunk(self) -> Iterator[None]:
-        """Let the trunk run as compiled, unless a method has hooks on its layers."""
-        trunk = self.model.trunk
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in trunk.modules())
-        trunk._compiled_call_impl = None if hooked else self._compiled
-        try:
-            yield
-        finally:
-            trunk._compiled_call_impl = None
 
     def _end_epoch(self, optimizer: torch.optim.Optimizer) -> None:
         version = self.method.version
@@ -493,15 +481,6 @@ def placed(model: MultiHead, device: torch.device | str, config: TrainingConfig)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
-
-
-def _calling(module: nn.Module) -> Callable[..., Any]:
-    """What calling a module does. `module.compile()` leaves torch's own containers uncompiled, without a word."""
-
-    def call(*inputs: Any, **named: Any) -> Any:
-        return module._call_impl(*inputs, **named)
-
-    return call
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
