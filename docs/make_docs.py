@@ -270,8 +270,7 @@ def spread_over(values: list[float]) -> dict[str, Any]:
     return {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if len(values) > 1 else None}
 
 
-@made_from("beyond")
-def beyond(result: Result) -> str:
+def variants(result: Result) -> str:
     lines = [
         "| variant | average accuracy, % | gain, seed by seed | just learned, % | forgetting, % | free at the end |",
         "|---|---|---|---|---|---|",
@@ -474,7 +473,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "five": made_from("five")(compared),
     "search-five": made_from("search/five")(search),
     "omniglot-plain": made_from("omniglot-plain")(compared),
-    "beyond": beyond,
+    "beyond": made_from("beyond")(variants),
+    "forms": made_from("forms")(variants),
     "authors": authors,
     "fast": fast,
     "agree": agree,
