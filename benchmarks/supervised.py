@@ -64,6 +64,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
                 method,
                 folder,
                 lambda jobs: run(arguments, jobs, max(1, arguments.jobs // min(arguments.jobs, len(methods)))),
+                seeds=arguments.seeds,
                 only=arguments.only,
                 values=values.get(method),
                 device=arguments.device,
@@ -71,7 +72,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
             )
         except Interrupted:
             stopped.append(method)
-            return search.finished(folder, method)
+            return search.finished(folder, method, arguments.seeds)
 
     stopped: list[str] = []
 
@@ -85,6 +86,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
         {
             "preset": arguments.preset,
             "seed": search.SEED,
+            "seeds": arguments.seeds,
             "changes": changes,
             "stopped_early": sorted(stopped),
             "commits": commits_of(path.parent for folder in folders.values() for path in folder.glob("*/result.json")),
@@ -154,11 +156,12 @@ def main() -> None:
         "--values", default="{}", help="with --search: just these values of its first setting, '{\"ewc\": [100, 400]}'"
     )
     parser.add_argument("--methods", default=",".join(SIX))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=None, help="(default: 5; with --search 1)")
     parser.add_argument("--settings", type=Path, default=None, help="a search's result to take settings from")
     parser.add_argument("--set", default="{}", help='settings of methods as JSON, e.g. \'{"ewc": {"lam": 400}}\'')
     parser.add_argument("--out", type=Path, default=None)
     arguments, changes = parsed(parser)
+    arguments.seeds = arguments.seeds or (1 if arguments.search else 5)
     methods = arguments.methods.split(",")
     try:
         (search_all if arguments.search else compare_all)(arguments, methods, changes)

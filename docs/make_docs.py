@@ -299,13 +299,19 @@ def search(result: Result) -> str:
     for name, tried in result["methods"].items():
         marks = [
             ", ".join(f"{SYMBOLS[key]} {value:g}" for key, value in each["settings"].items())
-            + (": diverged" if each["valid_accuracy"] is None else f": {100 * each['valid_accuracy']:.1f}")
+            + (": diverged" if each["valid_accuracy"] is None else ": " + _spread_of(_marks(each), 100, 1))
             for each in tried
         ]
         lines.append(f"| {name} | {'; '.join(marks)} |")
     stopped = result["stopped_early"]
     note = f" The search of {' and '.join(stopped)} is not finished." if stopped else ""
-    return "\n".join([*lines, "", f"Seed {result['seed']}.{note} {source(result)}"])
+    last = result["seed"] + result.get("seeds", 1) - 1
+    seeds = f"Seed {last}." if last == result["seed"] else f"Seeds {result['seed']} to {last}."
+    return "\n".join([*lines, "", f"{seeds}{note} {source(result)}"])
+
+
+def _marks(tried: dict[str, Any]) -> dict[str, Any]:
+    return spread_over(tried.get("by_seed") or [tried["valid_accuracy"]])
 
 
 @made_from("benchmarks/agree_cuda")

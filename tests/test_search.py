@@ -106,6 +106,51 @@ def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_pat
     assert [(folder / "result.json").stat().st_mtime_ns for folder in folders] == times
 
 
+def test_on_several_seeds_the_mean_decides_and_one_that_diverged_rules_a_choice_out(tmp_path, monkeypatch):
+    marks = {
+        (1.0, 1000): 0.5,
+        (1.0, 1001): 0.7,
+        (2.0, 1000): 0.9,
+        (2.0, 1001): 0.1,
+        (3.0, 1000): 1.0,
+        (3.0, 1001): None,
+    }
+    monkeypatch.setattr(searching, "judge", lambda job: marks[job.config.settings["lam"], job.config.seed])
+    found = searching.search("digits", "l2", tmp_path, lambda jobs: None, seeds=2, values=[1.0, 2.0, 3.0])
+    assert [(one.settings["lam"], one.by_seed) for one in found] == [
+        (1.0, [0.5, 0.7]),
+        (2.0, [0.9, 0.1]),
+        (3.0, [1.0, None]),
+    ]
+    assert [one.valid_accuracy for one in found] == [pytest.approx(0.6), pytest.approx(0.5), None]
+    with pytest.raises(ValueError, match="at least one seed"):
+        searching.search("digits", "l2", tmp_path, lambda jobs: None, seeds=0)
+
+
+def test_a_search_goes_on_with_more_seeds_from_the_runs_of_the_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(AXES, "l2", (Axis("lam", (0.1, 1.0)),))
+    monkeypatch.setattr(searching, "STEPS", 0)
+    asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s"]
+    assert main(asked) == 0
+    alone = json.loads((tmp_path / "s" / "search.json").read_text())["tried"]
+    results = list((tmp_path / "s").glob("*/result.json"))
+    times = [path.stat().st_mtime_ns for path in results]
+    capsys.readouterr()
+    assert main([*asked, "--seeds", "2"]) == 0
+    assert [path.stat().st_mtime_ns for path in results] == times
+    both = json.loads((tmp_path / "s" / "search.json").read_text())["tried"]
+    for one in both:
+        first = next(each for each in alone if each["settings"] == one["settings"])
+        assert one["by_seed"][0] == first["valid_accuracy"]
+        assert one["valid_accuracy"] == pytest.approx(sum(one["by_seed"]) / 2)
+    assert "±" in capsys.readouterr().out
+    stopped = searching.finished(tmp_path / "s", "l2", 2)
+    assert [(one.settings, one.valid_accuracy) for one in stopped] == [
+        (one["settings"], pytest.approx(one["valid_accuracy"])) for one in both
+    ]
+    assert searching.finished(tmp_path / "s", "l2", 3) == []
+
+
 def test_what_has_nothing_to_search_is_named(tmp_path, capsys):
     assert main(["search", "digits", "--method", "frozen", "--runs", str(tmp_path)]) == 2
     assert "frozen has nothing to search" in capsys.readouterr().err

@@ -244,6 +244,7 @@ def search(
     *,
     method: Annotated[str, _shown("METHOD")] = "agscl",
     seed: Annotated[int, _shown("N")] = 1000,
+    seeds: Annotated[int, _shown("N")] = 1,
     jobs: Annotated[int | None, _shown("N", "(default: one per core)")] = None,
     name: Annotated[str | None, _shown("NAME", "(default: made from preset, method and changes)")] = None,
     epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
@@ -264,6 +265,7 @@ def search(
         preset: The experiment, as for agscl run.
         method: Whose settings; `agscl methods` lists them.
         seed: Draws tasks, weights and batches; best one that no comparison uses.
+        seeds: Try each choice on so many, from --seed on; the mean decides. One alone may mislead by a point or two.
         jobs: Runs at a time; each takes one thread.
         name: The search's folder under --runs.
         epochs: Epochs per task.
@@ -292,7 +294,9 @@ def search(
     try:
         with _as_wrong_use():
             wanted = only.split(",") if only is not None else None
-            found = searching.search(preset, method, folder, run_jobs, seed=seed, only=wanted, device=device, **changed)
+            found = searching.search(
+                preset, method, folder, run_jobs, seed=seed, seeds=seeds, only=wanted, device=device, **changed
+            )
     except Interrupted:
         say("Stopped; checkpoints are stored. The same command continues.")
         return STOPPED

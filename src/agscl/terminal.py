@@ -152,11 +152,13 @@ def comparison(compared: Mapping[str, Any]) -> None:
 
 def searched(tried: Sequence[Tried]) -> None:
     """The end of `agscl search`: what was tried, the best first."""
+    from agscl.experiments.compare import spread
+
     settings = list(dict.fromkeys(key for one in tried for key in one.settings))
     table = _table(None, *settings, "average validation accuracy, %")
     for one in tried:
         values = [f"{one.settings[key]:g}" for key in settings]
-        table.add_row(*values, "failed" if one.valid_accuracy is None else f"{100 * one.valid_accuracy:.1f}")
+        table.add_row(*values, "failed" if one.valid_accuracy is None else _spread(spread(one.by_seed), 100, 1))
     console.print()
     console.print(table)
 

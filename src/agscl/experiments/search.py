@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from agscl.runs import RunError
 from agscl.runs.folder import read_json
 
 SEED = 1000
-"""A seed that no comparison uses, so that what was chosen on it is then tried on others."""
+"""The first seed of a search. No comparison uses it, so that what was chosen on it is then tried on others."""
 FACTORS = (0.1, 1 / 3, 1.0, 3.0, 10.0)
 STEPS = 3
 """How often a search goes beyond the values of an axis."""
@@ -72,7 +73,8 @@ class Tried:
 
     settings: dict[str, Any]
     valid_accuracy: float | None
-    """Average validation accuracy after the last task; none if it diverged."""
+    """Average validation accuracy after the last task, the mean over seeds; none if it diverged on one of them."""
+    by_seed: list[float | None]
 
 
 def search(
@@ -82,19 +84,23 @@ def search(
     run: Callable[[Sequence[Job]], None],
     *,
     seed: int = SEED,
+    seeds: int = 1,
     only: Sequence[str] | None = None,
     values: Sequence[float] | None = None,
     **changes: Any,
 ) -> list[Tried]:
     """Try the axes of a method one after the other; the best comes first. `run` runs jobs that are not finished yet.
 
-    With `only`, these settings alone are searched; the others stay as the preset has them. With `values`, these of the
-    first setting are tried and nothing else.
+    Each choice is tried on so many `seeds`, from `seed` on, and judged by its mean. With `only`, these settings alone
+    are searched; the others stay as the preset has them. With `values`, these of the first setting are tried and
+    nothing else.
 
     All that was tried is stored as search.json; what ran before is not run again.
     """
     if method not in AXES:
         raise ValueError(f"{method} has nothing to search. These have: {', '.join(AXES)}")
+    if seeds < 1:
+        raise ValueError("a search needs at least one seed")
     start = configure(preset, method=method, seed=seed, **changes).settings
     base = {**vars(listed(method).load().Config(**start)), **start}
     axes = [axis for axis in AXES[method] if only is None or axis.setting in only]
@@ -109,10 +115,13 @@ def search(
     for axis in axes:
         settings, seen = axis.tried(best), set()
         for _ in range(1 + STEPS):
-            jobs = [_job(preset, method, seed, folder, each, changes) for each in settings]
-            run([job for job in jobs if not job.diverged])
-            for each, job in zip(settings, jobs, strict=True):
-                tried[name_of(each)] = Tried(each, judge(job))
+            jobs = [
+                [_job(preset, method, each, folder, place, seed + place, changes) for place in range(seeds)]
+                for each in settings
+            ]
+            run([job for of_one in jobs for job in of_one if not job.diverged])
+            for each, of_one in zip(settings, jobs, strict=True):
+                tried[name_of(each)] = _tried(each, [judge(job) for job in of_one])
                 seen.add(each[axis.setting])
             order = sorted(tried.values(), key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
             if order[0].valid_accuracy is not None:
@@ -127,6 +136,7 @@ def search(
                 "preset": preset,
                 "method": method,
                 "seed": seed,
+                "seeds": seeds,
                 "changes": changes,
                 "tried": [vars(one) for one in order],
             }
@@ -135,14 +145,21 @@ def search(
     return order
 
 
-def finished(folder: Path, method: str) -> list[Tried]:
-    """What a search that was stopped has tried so far, the best first."""
-    found = []
-    for path in folder.glob("*/result.json"):
+def finished(folder: Path, method: str, seeds: int = 1) -> list[Tried]:
+    """What a search that was stopped has tried so far on all its seeds, the best first."""
+    found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
+    for path in sorted(folder.glob("*/result.json")):
         result = read_json(path)
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
-        found.append(Tried(settings, metrics.average_accuracy(result["methods"][method]["valid_accuracies"])))
-    return sorted(found, key=lambda one: -(one.valid_accuracy or 0.0))
+        mark = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
+        found.setdefault(name_of(settings), []).append((settings, mark))
+    whole = [_tried(each[0][0], [mark for _, mark in each]) for each in found.values() if len(each) >= seeds]
+    return sorted(whole, key=lambda one: -(one.valid_accuracy or 0.0))
+
+
+def _tried(settings: dict[str, Any], marks: list[float | None]) -> Tried:
+    known = [mark for mark in marks if mark is not None]
+    return Tried(settings, statistics.mean(known) if len(known) == len(marks) else None, marks)
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
@@ -154,10 +171,18 @@ def _words(settings: Mapping[str, Any], between: str = " ") -> str:
 
 
 def _job(
-    preset: str, method: str, seed: int, folder: Path, settings: Mapping[str, Any], changes: Mapping[str, Any]
+    preset: str,
+    method: str,
+    settings: Mapping[str, Any],
+    folder: Path,
+    place: int,
+    seed: int,
+    changes: Mapping[str, Any],
 ) -> Job:
+    """The run of these settings on one of the seeds; those but the first say so in their names."""
     config = configure(preset, method=method, seed=seed, reference=False, hold_out=HOLD_OUT, **{**changes, **settings})
-    return Job(config, folder / name_of(settings), tried=_words(settings))
+    name, words = name_of(settings), _words(settings)
+    return Job(config, folder / (f"{name}-seed{seed}" if place else name), f"{words} seed {seed}" if place else words)
 
 
 def judge(job: Job) -> float | None:
