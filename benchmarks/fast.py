@@ -207,12 +207,12 @@ def main() -> None:
     sequence = tasks.load(PRESET, seed=0)
     print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
     rows = {}
-    for name, way in WAYS[device].items():
+    for name, tried in WAYS[device].items():
         try:
-            rows[name] = step_time(way, device, sequence, arguments.epochs)
+            rows[name] = step_time(tried, device, sequence, arguments.epochs)
             print(f"{name:42} {rows[name]['ms_per_step']:8.3f} ms, {rows[name]['seconds_before']:6.1f} s", flush=True)
         except Exception as error:
-            rows[name] = {"way": way, "failed": f"{type(error).__name__}: {error}"}
+            rows[name] = {"way": tried, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
     found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": arguments.epochs, "ways": rows}
     if device == "cuda":

@@ -57,6 +57,12 @@ def commit() -> str:
     return git("rev-parse", "HEAD") + (" with changes" if changed else "")
 
 
+def short(commit: str) -> str:
+    """Ten digits of a commit, and whether there were changes."""
+    number, *changes = commit.split(" ", 1)
+    return " ".join([number[:10], *changes])
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

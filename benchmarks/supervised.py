@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from measured import commit, record
+from measured import commit, record, short
 
 from agscl.experiments import compare, search
 from agscl.experiments.execute import Interrupted
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, jobs: Sequence[compare.Job], processes: i
 
 def commits_of(folders: Iterable[Path]) -> list[str]:
     """At which commits runs were made, the commonest first; runs may be older than this call."""
-    found = Counter(path.read_text().strip()[:10] for folder in folders if (path := folder / "commit").exists())
+    found = Counter(short(path.read_text().strip()) for folder in folders if (path := folder / "commit").exists())
     return [name for name, _ in found.most_common()]
 
 
@@ -72,7 +72,7 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
             )
         except Interrupted:
             stopped.append(method)
-            return search.finished(folder, method, arguments.seeds)
+            return search.finished(folder, method, seeds=arguments.seeds)
 
     stopped: list[str] = []
 

@@ -45,7 +45,7 @@ def made_from(name: str) -> Callable[[Callable[[Result], str]], Callable[[], str
 def source(result: dict[str, Any]) -> str:
     machine = result["machine"]
     place = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread(s)"
-    commits = ", ".join(result.get("commits") or [result["commit"][:10]])
+    commits = ", ".join(result.get("commits") or [re.sub("(?<=^.{10})[0-9a-f]+", "", result["commit"])])
     return f"`{result['command']}` at {commits}, {place}, torch {machine['torch']}"
 
 
@@ -199,10 +199,7 @@ def comparison(result: Result) -> str:
         "|---|---|---|---|---|",
     ]
     for name, of in result["methods"].items():
-        parts = [
-            f"{scale * of[key]['mean']:.{digits}f} ± {scale * of[key]['deviation']:.{digits}f}"
-            for key, scale, digits in COLUMNS
-        ]
+        parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
         lines.append(f"| {name} | " + " | ".join(parts) + " |")
     return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
 
@@ -214,7 +211,7 @@ def compared(result: Result) -> str:
         "| forgetting, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    ours = _by_seed(result["methods"]["agscl"])
+    ours = _by_seed(result["methods"]["agscl"]) if "agscl" in result["methods"] else {}
     for name, of in result["methods"].items():
         strength = [f"{SYMBOLS[key]} {value:g}" for key, value in of["settings"].items() if key in SYMBOLS]
         parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
@@ -267,7 +264,10 @@ def _ours(name: str, method: str, settings: dict[str, Any]) -> list[float]:
 
 
 def spread_over(values: list[float]) -> dict[str, Any]:
-    return {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if len(values) > 1 else None}
+    return {
+        "mean": statistics.mean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+    }
 
 
 def variants(result: Result) -> str:
@@ -281,7 +281,7 @@ def variants(result: Result) -> str:
         if not row["gain"]["values"] or not any(row["gain"]["values"]):
             parts[1] = "–"
         lines.append(f"| {row['variant']} | " + " | ".join(parts) + " |")
-    seeds = len(result["rows"][0]["seeds"])
+    seeds = max(len(row["seeds"]) for row in result["rows"])
     return "\n".join([*lines, "", f"Seeds 0 to {seeds - 1}. {source(result)}"])
 
 
@@ -289,6 +289,8 @@ SYMBOLS = {"lam": "λ", "mu": "μ", "rho": "ρ", "c": "c"}
 
 
 def _spread_of(measured: dict[str, Any], scale: float, digits: int) -> str:
+    if measured["mean"] is None:
+        return "–"
     deviation = measured["deviation"]
     spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
     return f"{scale * measured['mean']:.{digits}f}{spread}"

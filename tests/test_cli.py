@@ -759,3 +759,69 @@ def test_options_of_tasks_that_there_are_not_are_named_with_those_there_are(tmp_
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"agscl {agscl.__version__}\n"
+
+
+def test_what_cannot_be_captured_is_refused_before_anything_is_trained_and_the_name_stays_free(tmp_path, capsys):
+    asked = ["run", "digits", "--epochs", "1", "--name", "a", "--runs", str(tmp_path), "--set", "prox_every=5"]
+    assert main([*asked, "engine=captured"]) == 1
+    assert "use engine='plain'" in capsys.readouterr().err
+    assert not list(read_events(tmp_path / "a" / "events.jsonl"))
+    assert main([*asked, "engine=plain"]) == 0
+
+
+def test_a_run_begun_on_a_device_that_is_not_here_is_not_resumed(tmp_path, capsys):
+    asked = ["run", "digits", "--epochs", "1", "--name", "a", "--runs", str(tmp_path)]
+    assert main(asked) == 0
+    (tmp_path / "a" / "result.json").unlink()
+    path = tmp_path / "a" / "config.json"
+    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda:77"'))
+    assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 2
+    assert "device 'cuda:77' is not to be had here" in capsys.readouterr().err
+
+
+def test_data_that_changed_is_noticed_where_its_checksums_were_lost_too(tmp_path):
+    config = configure("digits", method="finetune", epochs=1)
+    with Run(tmp_path / "run") as run, pytest.raises(Interrupted):
+        execute(config, run, checkpoint_every=0.0, stop=iter([False] * 40 + [True] * 9).__next__)
+    (tmp_path / "run" / "data.json").unlink()
+    whole = execution.load_tasks
+    with Run(tmp_path / "run") as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "load_tasks", lambda config: whole(replace(config, seed=1)))
+        with pytest.raises(DifferentConfig, match="the data is not what"):
+            execute(config, run, checkpoint_every=1e9)
+    with Run(tmp_path / "run") as run:
+        execute(config, run, checkpoint_every=1e9)
+    assert (tmp_path / "run" / "data.json").exists()
+
+
+def test_a_run_that_had_not_begun_takes_the_threads_it_is_given_and_a_begun_one_tells_of_another_torch(tmp_path):
+    config = configure("digits", method="finetune", epochs=1)
+    before = torch.get_num_threads()
+    try:
+        with Run(tmp_path / "run") as run:
+            run.claim(config.as_dict())
+            run.store("environment.json", {"torch": "1.0", "threads": 7})
+            result = execute(config, run, checkpoint_every=1e9, threads=1)
+            assert result["environment"]["threads"] == 1
+            assert result["environment"]["torch"] == torch.__version__
+            run.store("environment.json", {"torch": "1.0", "threads": 1})
+            notes: list[str] = []
+            execute(config, run, checkpoint_every=1e9, note=notes.append)
+            assert notes == [f"This run was begun with torch 1.0, and goes on with {torch.__version__}."]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_log_of_a_run_stopped_several_times_is_that_of_one_never_stopped(tmp_path):
+    def logged(name: str, stops: list[int]) -> list[dict]:
+        config = configure("digits", method="finetune", epochs=2)
+        for steps in [*stops, 10**9]:
+            left = iter(range(steps))
+            with Run(tmp_path / name) as run, contextlib.suppress(Interrupted):
+                execute(config, run, checkpoint_every=0.0, stop=lambda left=left: next(left, None) is None)
+        return [
+            {key: value for key, value in event.items() if key != "time"}
+            for event in read_events(tmp_path / name / "events.jsonl")
+        ]
+
+    assert logged("stopped", [20, 15, 30, 11]) == logged("whole", [])

@@ -39,3 +39,21 @@ def test_the_loop_in_the_readme_is_the_example():
                 ("for epoch", "for x", "method = ", "optimizer = ", "method.end_task", "from agscl")
             ):
                 assert code in example, code
+
+
+def test_pages_are_made_of_results_that_are_not_complete_too():
+    made = maker()
+    nothing = {"mean": None, "deviation": None, "values": []}
+    one = {"mean": 0.5, "deviation": None, "values": [0.5]}
+    head = {"machine": {"gpu": "G", "torch": "2"}, "command": "c", "commit": "0123456789abcdef with changes"}
+    row = {"settings": {"lam": 1.0}, "seeds": [0], "average_accuracy": one, "forgetting": one, "stability": one}
+    methods = {"ewc": {**row, "plasticity": nothing}}
+    table = made.compared({**head, "complete": False, "methods": methods})
+    assert "| ewc | λ 1 | 1 | 50.0 | – | – |" in table
+    assert "at 0123456789 with changes, G" in table
+    ours = {**row, "seeds": [1], "plasticity": one}
+    assert "| agscl | λ 1 | 1 | 50.0 | – | " in made.compared(
+        {**head, "complete": False, "methods": {**methods, "agscl": ours}}
+    )
+    variant = {"variant": "η 0.5", **row, "gain": nothing, "learned": one, "free_at_the_end": one}
+    assert "| η 0.5 | 50.0 | – | 50.0 |" in made.variants({**head, "rows": [variant]})

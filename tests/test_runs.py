@@ -162,6 +162,22 @@ def test_a_lost_configuration_is_written_again_and_nothing_else_is_touched(tmp_p
     assert sorted(path.name for path in (tmp_path / "run").glob("*.json")) == ["config.json", "environment.json"]
 
 
+def test_where_the_configuration_was_lost_a_begun_run_still_goes_on_with_its_own_alone(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.claim({"lr": 0.1, "lam": math.inf})
+        run.save({})
+    (tmp_path / "run" / "config.json").unlink()
+    with Run(tmp_path / "run") as run:
+        with pytest.raises(DifferentConfig, match=r"lr is 0.1 there, 0.2 here"):
+            run.claim({"lr": 0.2, "lam": math.inf})
+        assert not (tmp_path / "run" / "config.json").exists()
+        run.claim({"lr": 0.1, "lam": math.inf})
+        run.store("result.json", {"config": {"lr": 0.1}})
+        (tmp_path / "run" / "config.json").unlink()
+        with pytest.raises(DifferentConfig):
+            run.claim({"lr": 0.2})
+
+
 def test_an_infinite_setting_is_stored_as_strict_json_and_recognised(tmp_path):
     with Run(tmp_path / "run") as run:
         run.claim({"lam": math.inf})

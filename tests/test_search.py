@@ -62,6 +62,18 @@ def test_a_run_that_diverged_is_a_bad_setting_and_is_not_tried_again(tmp_path, m
     assert asked == [2, 1], "the finished one is left to whoever runs jobs"
 
 
+def test_what_diverged_with_another_configuration_is_tried_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(AXES, "l2", (Axis("lam", values=(1.0,)),))
+    asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s", "--set"]
+    assert main([*asked, "lr=1e25"]) == 1
+    shown = capsys.readouterr().out
+    assert "Training failed with every choice" in shown
+    assert "agscl run" not in shown
+    assert main([*asked, "lr=0.01"]) == 0
+    stored = json.loads((tmp_path / "s" / "search.json").read_text())
+    assert [one["valid_accuracy"] is None for one in stored["tried"]] == [False]
+
+
 def test_a_run_that_did_not_finish_for_another_reason_ends_the_search(tmp_path):
     with pytest.raises(RunError, match=r"did not finish.*The same command tries it again"):
         searching.search("digits", "l2", tmp_path, lambda jobs: None)
@@ -144,11 +156,13 @@ def test_a_search_goes_on_with_more_seeds_from_the_runs_of_the_first(tmp_path, c
         assert one["by_seed"][0] == first["valid_accuracy"]
         assert one["valid_accuracy"] == pytest.approx(sum(one["by_seed"]) / 2)
     assert "±" in capsys.readouterr().out
-    stopped = searching.finished(tmp_path / "s", "l2", 2)
+    stopped = searching.finished(tmp_path / "s", "l2", seeds=2)
     assert [(one.settings, one.valid_accuracy) for one in stopped] == [
         (one["settings"], pytest.approx(one["valid_accuracy"])) for one in both
     ]
-    assert searching.finished(tmp_path / "s", "l2", 3) == []
+    assert searching.finished(tmp_path / "s", "l2", seeds=3) == []
+    first = {one.valid_accuracy for one in searching.finished(tmp_path / "s", "l2")}
+    assert first == {one["valid_accuracy"] for one in alone}, "the other seeds' runs play no part"
 
 
 def test_what_has_nothing_to_search_is_named(tmp_path, capsys):

@@ -476,3 +476,13 @@ def test_convolutions_that_are_no_plain_product_stay_as_they_are(layer):
     from agscl.supervised.compiled import Compiled
 
     assert Compiled(nn.Sequential(layer), products=True).narrow == []
+
+
+def test_where_only_some_tasks_have_a_validation_split_none_is_scored_on_it():
+    first, second = TASKS[:2]
+    none = {"valid_x": None, "valid_y": None}
+    for tasks in ((replace(first, **none), second), (first, replace(second, **none))):
+        trainer = make_trainer(FineTune, replace(QUICK, epochs=1, patience=None, restore_best=False), tasks=tasks)
+        outcome(trainer)
+        assert [len(row) for row in trainer.accuracies] == [1, 2]
+        assert trainer.valid_accuracies == []

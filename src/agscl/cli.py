@@ -87,7 +87,7 @@ def run(
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
     """
     from agscl.experiments.execute import Interrupted, execute
-    from agscl.experiments.presets import PRESETS, RunConfig, configure
+    from agscl.experiments.presets import PRESETS, RunConfig, check_device, configure
     from agscl.runs import Run, is_finished
     from agscl.runs.board import Board
     from agscl.runs.folder import read_json
@@ -105,6 +105,8 @@ def run(
     else:
         folder = _resumable(runs, resume)
         config = RunConfig.from_dict(read_json(folder / "config.json"))
+        with _as_wrong_use():
+            check_device(config.device)
         asked = {
             "preset": (preset, "digits"),
             "method": (method, "agscl"),
@@ -301,6 +303,9 @@ def search(
         say("Stopped; checkpoints are stored. The same command continues.")
         return STOPPED
     searched(found)
+    if found[0].valid_accuracy is None:
+        say(f"\nstored in {folder / 'search.json'}\nTraining failed with every choice; a lower --set lr=… may help.")
+        return FAILED
     best = found[0].settings
     words = [pair for pair in set if pair.partition("=")[0] not in best]  # they follow those of --set
     words += ["--epochs", str(epochs)] if epochs is not None else []
@@ -309,7 +314,7 @@ def search(
     words += ["--device", device] if device != "cpu" else []
     words += ["--fast"] if fast else []
     say(f"\nstored in {folder / 'search.json'}\n{shlex.join([*searching.command(preset, method, best), *words])}")
-    return FAILED if found[0].valid_accuracy is None else DONE
+    return DONE
 
 
 def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float) -> dict[str, str]:

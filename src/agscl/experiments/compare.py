@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -47,8 +48,11 @@ class Job:
 
     @property
     def diverged(self) -> bool:
-        """Whether training failed in a way that it would again."""
-        return (self.folder / DIVERGED).is_file() and not self.finished
+        """Whether training with just this configuration failed in a way that it would again."""
+        if self.finished or not (self.folder / DIVERGED).is_file():
+            return False
+        stored = self.folder / "config.json"
+        return stored.is_file() and read_json(stored) == json.loads(as_json(self.config.as_dict()))
 
     @property
     def progress(self) -> float:

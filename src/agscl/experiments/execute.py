@@ -66,16 +66,19 @@ def execute(
     """
     run.claim(config.as_dict())
     environment = _recorded_environment(run, threads)
+    if environment["torch"] != torch.__version__:
+        note(f"This run was begun with torch {environment['torch']}, and goes on with {torch.__version__}.")
     sequence = load_tasks(config)
-    _check_data(run, sequence)
     state = run.load() or {"method": None, "finished": {}, "seconds": {}}
+    state["data"] = _check_data(run, sequence, state.get("data"))
     for number, reason in run.checkpoints.damaged.items():
         before = "going back to the one before it" if state["method"] else "there is none before it, so it starts anew"
         note(f"Checkpoint {number} is damaged ({reason}); {before}.")
 
-    for name in methods_of(config):
-        if name in state["finished"]:
-            continue
+    left = [name for name in methods_of(config) if name not in state["finished"]]
+    for later in left[1:]:
+        make_trainer(config, later, sequence)  # what cannot be is said before anything is trained
+    for name in left:
         with arithmetic(config.training.precision):  # of certificates too
             trainer = make_trainer(config, name, sequence)
             if state["method"] == name:
@@ -111,19 +114,21 @@ def load_tasks(config: RunConfig) -> TaskSequence:
     return tuple(task.with_validation(share, config.seed) for task in sequence)
 
 
-def _check_data(run: Run, sequence: TaskSequence) -> None:
-    """Note what the data is, or make sure that it is what the run was begun with."""
+def _check_data(run: Run, sequence: TaskSequence, known: dict[str, int] | None) -> dict[str, int]:
+    """Note what the data is, or make sure that it is what the run was begun with: as noted, or else as `known`."""
     path = run.folder / "data.json"
     now = {task.name: task.checksum() for task in sequence}
-    if not path.exists():
-        run.store(path.name, now)
-        return
-    before = read_json(path)
+    before = read_json(path) if path.exists() else known
+    if before is None:
+        before = now
     if changed := [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]:
         raise DifferentConfig(
             f"the data is not what {run.folder} was begun with: {', '.join(changed)} changed. Put it back as it was, "
             "or give this run a --name of its own"
         )
+    if not path.exists():
+        run.store(path.name, now)
+    return now
 
 
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +288,7 @@ def _certificate_path(run: Run, learned: int) -> Path:
 def _recorded_environment(run: Run, threads: int | None) -> dict[str, Any]:
     """What else decides the last bits of a result. A resumed run keeps the number of threads it was started with."""
     path = run.folder / "environment.json"
-    if not path.exists():
+    if not (path.exists() and run.begun):
         if threads is not None:
             torch.set_num_threads(threads)
         environment: dict[str, Any] = {

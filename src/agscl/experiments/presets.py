@@ -183,10 +183,7 @@ def configure(
         raise ValueError(f"no preset is called {preset!r}. There are:\n{known}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"a seed is 0 or more and below 2^63, not {seed}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} is not to be had here: {str(error).splitlines()[0]}") from error
+    check_device(device)
     chosen, kinds = PRESETS[preset], changeable(method)
     if unknown := [key for key in changes if key not in kinds]:
         raise ValueError(f"{method} has no setting {unknown[0]!r}. It has: {', '.join(kinds)}")
@@ -210,6 +207,14 @@ def configure(
         reference=reference,
         hold_out=hold_out,
     )
+
+
+def check_device(device: str) -> None:
+    """Raise where this machine has no such device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} is not to be had here: {str(error).splitlines()[0]}") from error
 
 
 def changeable(method: str) -> dict[str, Any]:

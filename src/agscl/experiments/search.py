@@ -145,15 +145,17 @@ def search(
     return order
 
 
-def finished(folder: Path, method: str, seeds: int = 1) -> list[Tried]:
+def finished(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> list[Tried]:
     """What a search that was stopped has tried so far on all its seeds, the best first."""
     found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
     for path in sorted(folder.glob("*/result.json")):
         result = read_json(path)
+        if result["config"]["seed"] not in range(seed, seed + seeds):
+            continue
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
         mark = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
         found.setdefault(name_of(settings), []).append((settings, mark))
-    whole = [_tried(each[0][0], [mark for _, mark in each]) for each in found.values() if len(each) >= seeds]
+    whole = [_tried(each[0][0], [mark for _, mark in each]) for each in found.values() if len(each) == seeds]
     return sorted(whole, key=lambda one: -(one.valid_accuracy or 0.0))
 
 

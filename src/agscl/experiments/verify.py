@@ -13,7 +13,7 @@ from torch import Tensor
 from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
-from agscl.experiments.presets import RunConfig
+from agscl.experiments.presets import RunConfig, check_device
 from agscl.runs import Checkpoints, RunError, is_finished
 from agscl.runs.folder import read_json
 from agscl.supervised.trainer import placed
@@ -106,7 +106,10 @@ def _outputs(
 
 def _answers(config: RunConfig, probe: Probe, seed: int, trained: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The probe drawn again, and the outputs of all heads on it."""
-    device = config.device if config.device == "cpu" or torch.cuda.is_available() else "cpu"
+    try:
+        check_device(device := config.device)
+    except ValueError:
+        device = "cpu"
     with torch.random.fork_rng(devices=[]):
         batch = Probe.draw(probe.shape, seed).to(device)
         model, method = build(config, config.method, batch[:2], device)

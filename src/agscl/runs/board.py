@@ -22,7 +22,7 @@ class Board:
         self.folder = folder / "tensorboard"
         shutil.rmtree(self.folder, ignore_errors=True)
         self._writer: Any = SummaryWriter(str(self.folder))
-        self._names: list[str] = []
+        self._names: dict[int, str] = {}  # of tasks, by their places
         for event in read_events(folder / "events.jsonl"):
             self.write(event)
 
@@ -34,10 +34,11 @@ class Board:
                 if key in event:
                     self._writer.add_scalar(f"{of}/{key}", event[key], task * self._epochs + event["epoch"], time)
         elif event.get("event") == "task ended":
-            self._names[task:] = [event["name"]]
+            self._names[task] = event["name"]
             accuracies = event["accuracies"]
-            for name, accuracy in zip(self._names, accuracies, strict=False):
-                self._writer.add_scalar(f"{of}/accuracy/{name}", accuracy, task, time)
+            for place, accuracy in enumerate(accuracies):
+                if place in self._names:  # what a damaged log does not tell of has no name
+                    self._writer.add_scalar(f"{of}/accuracy/{self._names[place]}", accuracy, task, time)
             self._writer.add_scalar(f"{of}/accuracy", sum(accuracies) / len(accuracies), task, time)
             self._writer.flush()
 

@@ -38,6 +38,7 @@ class Run:
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self._lock: IO[bytes] | None = None
         self._events: EventLog | None = None
+        self._config: str | None = None  # in every checkpoint too, in case config.json is lost
 
     def __enter__(self) -> Run:
         with self.writing():
@@ -85,6 +86,7 @@ class Run:
     def claim(self, config: dict[str, Any]) -> None:
         """Store `config`, or make sure that it is the one already stored."""
         self.check(config)
+        self._config = as_json(config).decode()
         path = self.folder / "config.json"
         if path.exists() and read_json(path) == json.loads(as_json(config)):
             return
@@ -95,15 +97,24 @@ class Run:
 
     def check(self, config: dict[str, Any]) -> None:
         """Make sure that what was trained here, if anything was, is a run of `config`."""
-        path = self.folder / "config.json"
-        if not path.exists() or not self.begun:
+        stored = self._stored() if self.begun else None
+        if stored is None:
             return
-        changed = sorted(differences(read_json(path), json.loads(as_json(config))))
+        changed = sorted(differences(stored, json.loads(as_json(config))))
         if changed:
             raise DifferentConfig(
                 f"{self.folder} holds a run of another configuration ({'; '.join(changed)}). "
                 "Give this one a --name of its own."
             )
+
+    def _stored(self) -> dict[str, Any] | None:
+        """The configuration of what was trained here, from wherever it is still to be had."""
+        if (path := self.folder / "config.json").exists():
+            return read_json(path)
+        if is_finished(self.folder):
+            return read_json(self.folder / "result.json").get("config")
+        text = (self.checkpoints.load() or {}).get("config")
+        return None if text is None else json.loads(text)
 
     def store(self, name: str, content: dict[str, Any]) -> None:
         """Write one of the run's JSON files."""
@@ -117,7 +128,8 @@ class Run:
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint that also knows how long the event log is."""
         with self.writing():
-            self.checkpoints.save({"events": self.events.length(), **state})
+            # Last: a state that was loaded brings those of the checkpoint before.
+            self.checkpoints.save({**state, "events": self.events.length(), "config": self._config})
 
     def load(self) -> dict[str, Any] | None:
         """The newest whole checkpoint; the event log is cut back to where it stood then."""

@@ -12,7 +12,7 @@ import gc
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -178,8 +178,11 @@ class Captured:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what follows from the error, and would hide it
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
     def _note_figures(self) -> None:

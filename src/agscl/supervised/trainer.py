@@ -191,7 +191,10 @@ class Trainer:
         """Do one unit of work; False once there is none left."""
         if self.done:
             return False
-        with arithmetic(self.config.precision) if self.device.type == "cuda" else nullcontext():
+        if self.device.type != "cuda":
+            self._advance()
+            return True
+        with torch.cuda.device(self.device), arithmetic(self.config.precision):  # streams and events are of this device
             self._advance()
         return True
 
@@ -362,7 +365,7 @@ class Trainer:
         self._optimizer, self._best_weights = None, None
 
         self.accuracies.append(self._accuracies(valid=False))
-        if self.task.valid_x is not None:
+        if all(task.valid_x is not None for task in self.tasks):
             self.valid_accuracies.append(self._accuracies(valid=True))
         self.statistics.append(self.method.statistics())
         self.emit(
