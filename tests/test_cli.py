@@ -750,7 +750,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_for_comparisons_too(tmp_path, 
 
 def test_options_of_tasks_that_there_are_not_are_named_with_those_there_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "digits", "--task-options", "foo=1"]) == 1
+    assert main(["run", "digits", "--task-options", "foo=1"]) == 2
     assert "digits: there is no option 'foo'; there are: shuffle_classes, test_share" in capsys.readouterr().err
     assert main(["run", "--resume"]) == 2, "a run that never began is nothing to go on with"
     assert "there is no unfinished run" in capsys.readouterr().err
@@ -763,7 +763,7 @@ def test_the_version(capsys):
 
 def test_what_cannot_be_captured_is_refused_before_anything_is_trained_and_the_name_stays_free(tmp_path, capsys):
     asked = ["run", "digits", "--epochs", "1", "--name", "a", "--runs", str(tmp_path), "--set", "prox_every=5"]
-    assert main([*asked, "engine=captured"]) == 1
+    assert main([*asked, "engine=captured"]) == 2
     assert "use engine='plain'" in capsys.readouterr().err
     assert not list(read_events(tmp_path / "a" / "events.jsonl"))
     assert main([*asked, "engine=plain"]) == 0
@@ -825,3 +825,28 @@ def test_the_log_of_a_run_stopped_several_times_is_that_of_one_never_stopped(tmp
         ]
 
     assert logged("stopped", [20, 15, 30, 11]) == logged("whole", [])
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "search"])
+@pytest.mark.parametrize("option", ["foo=3", "classes_per_task=x", "classes_per_task=2.5", "classes_per_task=true"])
+def test_an_option_that_tasks_do_not_have_is_wrong_use_and_nothing_is_started(tmp_path, capsys, command, option):
+    pictures, runs = tmp_path / "pictures", tmp_path / "runs"
+    pictures.mkdir()
+    words = [command, "digits", "--tasks", f"folder:{pictures}", "--task-options", option, "--runs", str(runs)]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert ("there is no option 'foo'" if option == "foo=3" else "classes_per_task is a whole number") in said.err
+    assert "FAILED" not in said.out
+    assert not [path for path in runs.rglob("*.json") if path.name in ("comparison.json", "search.json", "data.json")]
+
+
+def test_how_far_an_epoch_is_can_be_watched_and_is_not_logged(tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "SHOWN", 0.0)
+    seen: list[dict] = []
+    with Run(tmp_path / "run") as run:
+        execute(configure("digits", method="finetune", epochs=1), run, checkpoint_every=1e9, watch=seen.append)
+    steps = [event["progress"] for event in seen if event["event"] == "step"]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 10, "more than the ends of five epochs"
+    logged = {event["event"] for event in read_events(tmp_path / "run" / "events.jsonl")}
+    assert logged == {"task started", "epoch", "task ended"}

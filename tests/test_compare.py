@@ -251,3 +251,36 @@ def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatc
         cli._side_by_side(plan, jobs=2, checkpoint_every=60.0)
         told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
         assert told == (not on and device == "cuda" and seeds == 2)
+
+
+def test_a_stop_that_comes_while_the_last_run_ends_is_heard(tmp_path):
+    plan = compare.plan("digits", [], 1, tmp_path, epochs=1)
+    done: list[object] = []
+    with pytest.raises(Interrupted):
+        compare.run_all(
+            plan,
+            processes=1,
+            checkpoint_every=1e9,
+            stop=lambda: len(done) > 1,
+            ended=lambda job, how: done.append(job),
+            watch=lambda running: done.append(None) if done else None,  # the last look, after the last end
+        )
+    assert plan[0].finished
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "_work", _sleep)
+    begun = time.monotonic()
+
+    def stop() -> bool:
+        if time.monotonic() - begun > 8:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        compare.run_all(compare.plan("digits", [], 1, tmp_path), processes=1, checkpoint_every=1e9, stop=stop)
+    assert time.monotonic() - begun < 40
+
+
+def _sleep(job: compare.Job, checkpoint_every: float) -> None:
+    time.sleep(60)

@@ -16,7 +16,7 @@ from agscl.methods.base import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.runs import digest
 from agscl.runs.checkpoints import flatten, unflatten
-from agscl.supervised import Trainer, TrainingConfig, TrainingFailed
+from agscl.supervised import CompileFailed, Trainer, TrainingConfig, TrainingFailed
 from agscl.supervised.trainer import mixed_seed
 from agscl.tasks import Task
 
@@ -486,3 +486,30 @@ def test_where_only_some_tasks_have_a_validation_split_none_is_scored_on_it():
         outcome(trainer)
         assert [len(row) for row in trainer.accuracies] == [1, 2]
         assert trainer.valid_accuracies == []
+
+
+def test_a_network_that_cannot_be_compiled_is_said_in_one_line(monkeypatch):
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    trainer = make_trainer(FineTune, replace(QUICK, epochs=1, compile=True), tasks=TASKS[:1])
+    with pytest.raises(CompileFailed, match=r"C\+\+ compiler.*--set compile=false") as caught:
+        outcome(trainer)
+    assert "\n" not in str(caught.value)
+    assert trainer.model.trunk._compiled_call_impl is None
+
+
+def test_a_forward_pass_that_a_user_gave_to_a_convolution_stays(monkeypatch):
+    from agscl.supervised.compiled import Compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    trunk = nn.Sequential(nn.Conv2d(1, 2, 3))
+    own = lambda x: x.new_full((2,), 7.0)  # noqa: E731
+    trunk[0].forward = own
+    compiled = Compiled(trunk, products=True)
+    with compiled.in_use(), compiled.in_use():
+        assert trunk(torch.zeros(1, 1, 4, 4)).tolist() == [7, 7]
+    assert trunk[0].forward is own

@@ -321,7 +321,7 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     """Run jobs, several at a time, and show how far they are; returns why some failed."""
     from agscl.experiments import compare as comparing
     from agscl.experiments import search as searching
-    from agscl.experiments.execute import Interrupted
+    from agscl.experiments.execute import Interrupted, load_tasks
     from agscl.experiments.methods import METHODS
     from agscl.runs.folder import read_json
     from agscl.terminal import Comparing, percent, say
@@ -335,6 +335,10 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     on_gpu = [job for job in plan if job.config.device.startswith("cuda") and not job.finished]
     if min(processes, len(on_gpu)) > 1 and _mps_is_off():
         say("Runs at the same time share a GPU better under NVIDIA's MPS; it starts with: nvidia-cuda-mps-control -d")
+    left = [job for job in plan if not job.finished]
+    if left:
+        load_tasks(left[0].config)  # once, before several processes would, and to see that it can be
+
     with _held(plan), _signals() as stopped, Comparing(plan) as progress:
 
         def ended(job: comparing.Job, how: comparing.Ended) -> None:
@@ -510,7 +514,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from agscl import __version__
     from agscl.networks import WeightsMissing
-    from agscl.runs import DifferentConfig, RunError
+    from agscl.runs import DifferentConfig, RunError, WrongOptions
     from agscl.tasks import DataMissing
     from agscl.terminal import say
 
@@ -541,7 +545,7 @@ def main(arguments: list[str] | None = None) -> int:
                     args=_allow_bare_resume(given),
                 )
             )
-    except (WrongUse, DifferentConfig, DataMissing, WeightsMissing) as error:
+    except (WrongUse, WrongOptions, DifferentConfig, DataMissing, WeightsMissing) as error:
         return _complain(error, WRONG_USE)
     except RunError as error:
         return _complain(error, FAILED)

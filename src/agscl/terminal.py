@@ -78,6 +78,10 @@ class Progress(_Live):
 
     def show(self, event: dict[str, Any]) -> None:
         title = TITLES[event["method"]]
+        if event["event"] == "step":  # within an epoch; not in the log
+            if event["method"] in self._bars:
+                self._live.update(self._bars[event["method"]], completed=event["progress"])
+            return
         if event["event"] == "task ended":
             accuracies = event["accuracies"]
             average = sum(accuracies) / len(accuracies)

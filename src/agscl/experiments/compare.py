@@ -23,6 +23,7 @@ from agscl.experiments.execute import DIVERGED, Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.files import as_json, write_atomically
+from agscl.methods.base import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import last_event
 from agscl.runs.folder import read_json
@@ -128,8 +129,14 @@ def run_all(
                 "a process of the comparison was killed (is the memory enough for --jobs?). "
                 "The same command continues with what is not finished."
             ) from error
+        except KeyboardInterrupt:  # Ctrl-C once more: workers look up between two steps only, and may be reading data
+            for worker in list(pool._processes.values()):
+                worker.kill()  # a checkpoint is written under another name first, so that none is harmed
+            raise
         finally:
             halt.set()  # what waits then ends at once
+    if stop():  # while the workers ended
+        raise Interrupted
 
 
 def _submitted(
@@ -255,4 +262,5 @@ def _work(job: Job, checkpoint_every: float) -> Ended | None:
             return Ended(failed=str(error))
         except Exception as error:  # whatever a method raises must not end the other runs
             return Ended(failed=f"{type(error).__name__}: {error}")
-    return Ended(notes=[str(warning.message) for warning in caught])
+    own = [warning for warning in caught if issubclass(warning.category, SelfCheckWarning)]
+    return Ended(notes=[str(warning.message) for warning in own])

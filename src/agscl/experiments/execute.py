@@ -24,9 +24,9 @@ from agscl.heads import MultiHead
 from agscl.methods.base import Method, NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
-from agscl.runs import DifferentConfig, Run, RunError, digest
+from agscl.runs import DifferentConfig, Run, RunError, WrongOptions, digest
 from agscl.runs.folder import read_json
-from agscl.supervised import Trainer, TrainingFailed
+from agscl.supervised import CompileFailed, Trainer, TrainingFailed
 from agscl.supervised.trainer import Event, mixed_seed
 from agscl.tasks import TaskSequence
 
@@ -34,6 +34,8 @@ DIVERGED = "diverged.json"
 """In a run's folder where training became infinite or NaN, as it would again."""
 SPACING = 20.0
 """A checkpoint comes no sooner than so many times what the last one took to write: a twentieth of the time at most."""
+SHOWN = 0.5
+"""Seconds between two looks at how far an epoch is."""
 HOLD_OUT = 0.1
 """Share of the training examples that validates where a run or a search needs some and the sequence sets none apart."""
 PROBED = 16
@@ -103,10 +105,10 @@ def load_tasks(config: RunConfig) -> TaskSequence:
     try:
         sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
     except (ValueError, TypeError) as error:  # an option that there is not, or a value that cannot be
-        raise RunError(f"{config.tasks}: {error}") from error
+        raise WrongOptions(f"{config.tasks}: {error}") from error
     without = config.training.validates and any(task.valid_x is None for task in sequence)
     if without and not config.hold_out and ":" in config.tasks:
-        raise RunError(
+        raise WrongOptions(
             f"{config.tasks} has no validation examples, which epochs are chosen by: set some apart with "
             "--task-options validation=0.1, or use --set patience=none restore_best=false"
         )
@@ -146,7 +148,7 @@ def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Traine
         own = ":" in config.tasks and len(wanted) == 3
         given = f"--task-options size={wanted[-1]} channels={wanted[0]}"
         advice = f"Have them read so: {given}" if own else "Use a preset with another network"
-        raise RunError(
+        raise WrongOptions(
             f"the network {config.network} reads inputs of {_sides(wanted)}; those of {config.tasks} are "
             f"{_sides(example.shape[1:])}. {advice}"
         )
@@ -154,7 +156,7 @@ def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Traine
     try:
         return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
     except ValueError as error:
-        raise RunError(str(error)) from error
+        raise WrongOptions(str(error)) from error
 
 
 def _sides(shape: Sequence[int]) -> str:
@@ -202,7 +204,7 @@ def _train(
 ) -> None:
     """Train one method to its end and put its outcome into `state`, which is what a checkpoint holds."""
     name: str = state["method"]
-    saved, took = time.monotonic(), 0.0
+    saved, took, shown = time.monotonic(), 0.0, time.monotonic()
 
     def emit(event: Event) -> None:
         event = {"method": name, "progress": trainer.progress, **event}
@@ -233,11 +235,16 @@ def _train(
                 raise Interrupted
             if time.monotonic() - saved >= max(checkpoint_every, SPACING * took):
                 save()
+            if time.monotonic() - shown >= SHOWN:
+                shown = time.monotonic()
+                watch({"event": "step", "method": name, "progress": trainer.progress})
         outcome = _outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:
             outcome["certificate"] = _in_a_line(Certificate.load(_certificate_path(run, learned)))
         state["finished"][name] = outcome
         save()
+    except CompileFailed as error:
+        raise RunError(f"{name}: {error}") from error
     except (TrainingFailed, FloatingPointError) as error:  # the latter from a method that looks at activations
         run.store(DIVERGED, {"reason": str(error)})
         numbers = run.checkpoints.numbers()

@@ -199,4 +199,5 @@ def judge(job: Job) -> float | None:
 
 def command(preset: str, method: str, best: Mapping[str, Any]) -> list[str]:
     """How to run a preset with these settings, word by word."""
-    return ["agscl", "run", preset, "--method", method, "--set", *(f"{key}={value:g}" for key, value in best.items())]
+    settings = [f"{key}={value:.12g}" for key, value in best.items()]
+    return ["agscl", "run", preset, "--method", method, "--set", *settings]

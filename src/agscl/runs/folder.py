@@ -18,6 +18,10 @@ class RunError(Exception):
     """A run cannot go on; the message says what happened and what to do."""
 
 
+class WrongOptions(RunError):
+    """Settings that cannot be had together, found before anything was trained."""
+
+
 class DifferentConfig(RunError):
     """The folder holds a run of another configuration."""
 

@@ -1,5 +1,6 @@
 """Supervised task sequences: the paper's training loop."""
 
+from agscl.supervised.compiled import CompileFailed
 from agscl.supervised.trainer import Trainer, TrainingConfig, TrainingFailed
 
-__all__ = ["Trainer", "TrainingConfig", "TrainingFailed"]
+__all__ = ["CompileFailed", "Trainer", "TrainingConfig", "TrainingFailed"]

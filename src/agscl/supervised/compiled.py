@@ -17,6 +17,10 @@ ALIGNED = 16
 """Columns of that product come in multiples of this, as tensor cores take them."""
 
 
+class CompileFailed(RuntimeError):
+    """Torch could not compile the network on this machine."""
+
+
 class Compiled:
     """The compiled call of a module, for all its copies of the same form.
 
@@ -36,14 +40,23 @@ class Compiled:
         if hooked:
             yield
             return
+        narrow = [part for part in self.narrow if "forward" not in vars(part)]  # leave a user's own alone
         self.module._compiled_call_impl = self.call
-        for convolution in self.narrow:
+        for convolution in narrow:
             convolution.forward = MethodType(as_product, convolution)
         try:
             yield
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise CompileFailed(
+                "the network could not be compiled, which needs a C++ compiler and Python's headers (gcc, "
+                f"python3-dev): leave out --fast, or use --set compile=false. Torch said: {reason}"
+            ) from error
         finally:
             self.module._compiled_call_impl = None
-            for convolution in self.narrow:
+            for convolution in narrow:
                 del convolution.forward
 
 

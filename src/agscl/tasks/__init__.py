@@ -59,6 +59,10 @@ def load(name: str, *, seed: int, **options: object) -> TaskSequence:
     """
     kind, colon, where = name.partition(":")
     if colon and kind in _OWN:
+        if not where:
+            raise ValueError(
+                f"{name} names nothing: a {'path' if kind == 'folder' else 'name'} belongs after the colon"
+            )
         _check(options, from_folder, _OWN[kind])
         return _OWN[kind](where, seed=seed, **options)
     if name not in SEQUENCES:
@@ -72,8 +76,20 @@ def load(name: str, *, seed: int, **options: object) -> TaskSequence:
 
 
 def _check(options: Mapping[str, object], *loaders: Callable[..., TaskSequence]) -> None:
-    """Whether the loaders have these options."""
+    """Whether the loaders have these options, and of this kind."""
     parameters = [each for loader in loaders for each in signature(loader).parameters.values()]
-    known = dict.fromkeys(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "seed")
+    known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "seed"}
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"there is no option {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
+    for option, value in options.items():
+        kind, words = _KINDS.get(str(known[option].annotation).removesuffix(" | None"), (object, ""))
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise ValueError(f"{option} is {words}, not {value!r}")
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
