@@ -751,3 +751,9 @@ def test_numbers_are_sorted_as_numbers_and_names_as_a_person_would():
         "class1-class2",
         "class9-class10",
     ]
+
+
+def test_numpys_numbers_are_options_too():
+    assert len(tasks.load("digits", seed=0, test_share=np.float32(0.3))) == 5
+    with pytest.raises(ValueError, match="test_share is a number, not 'x'"):
+        tasks.load("digits", seed=0, test_share="x")

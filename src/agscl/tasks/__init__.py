@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
+from numbers import Integral, Real
 
 from agscl.tasks.catalogue import need
 from agscl.tasks.eight import EIGHT, FIVE
@@ -87,9 +88,9 @@ def _check(options: Mapping[str, object], *loaders: Callable[..., TaskSequence])
             raise ValueError(f"{option} is {words}, not {value!r}")
 
 
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
+_KINDS: dict[str, tuple[type, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
     "bool": (bool, "true or false"),
-    "str": (str, "a name"),
 }
+"""What an option must be, by its annotation; NumPy's numbers are numbers too."""
