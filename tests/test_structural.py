@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import agscl
 from agscl import AGSCL, EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, Together
@@ -465,6 +466,53 @@ def test_a_copy_of_a_model_with_gates_has_gates_of_its_own():
         assert torch.equal(logits(twin, x, task), logits(model, x, task))
 
 
+def test_a_model_with_gates_may_be_copied_between_forward_and_backward():
+    method, model, optimizer = fresh(HAT)
+    learn(method, optimizer, 0, steps=range(3), end=False)
+    x, y = blobs(0)[0]
+    loss = F.cross_entropy(model(x, "t0"), y)
+    twin = copy.deepcopy(model)
+    loss.backward()
+    assert method.embedding.grad is not None
+    assert torch.equal(logits(twin, x, "t0"), logits(model, x, "t0"))
+
+
+class Repeated(nn.Module):
+    """A trunk whose second half runs once more to go backward, to save memory."""
+
+    def __init__(self, repeats):
+        super().__init__()
+        self.layers, self.repeats = mlp(), repeats
+
+    def forward(self, x):
+        x = self.layers[:2](x)
+        return checkpoint(self.layers[2:], x, use_reentrant=False) if self.repeats else self.layers[2:](x)
+
+
+def test_gates_of_layers_that_run_again_to_go_backward_learn_the_same():
+    found = []
+    for repeats in (False, True):
+        torch.manual_seed(0)
+        model = MultiHead(Repeated(repeats), features=32)
+        method = HAT(model, example_input=blobs(0)[0][0])
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        for number in range(2):
+            learn(method, optimizer, number)
+        found.append([*method.embeddings.values(), *model.state_dict().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_layer_called_outside_the_models_forward_pass_has_its_gates_too():
+    method, model, optimizer = fresh(HAT)
+    learn(method, optimizer, 0, steps=range(3), end=False)
+    x, _ = blobs(0)[0]
+    whole = model(x, "t0")
+    parts = model.heads["t0"](model.trunk(x))
+    assert torch.equal(whole, parts)
+    (whole.sum() + parts.sum()).backward()
+    assert method.embedding.grad is not None
+
+
 def test_scoring_a_model_in_inference_mode_before_its_gates_are_there_does_no_harm():
     method, model, optimizer = fresh(HAT)
     for number in range(2):
@@ -620,7 +668,7 @@ def test_the_compensated_gradient_is_s_max_times_that_of_a_gentle_gate():
         torch.testing.assert_close(task + method.penalty_gradient(method.s, e.detach()), whole)
         total = slopes + 0.7 * free / free.sum()
         (gentle,) = torch.autograd.grad((total * torch.sigmoid(e)).sum(), e)
-        torch.testing.assert_close(method.compensated(whole, e.detach()), 40.0 * gentle)
+        torch.testing.assert_close(method.compensated(whole, e.detach(), method.s), 40.0 * gentle)
 
 
 def test_compensation_clips_the_steep_argument_at_fifty_and_embeddings_stay_within_six():
@@ -629,7 +677,7 @@ def test_compensation_clips_the_steep_argument_at_fifty_and_embeddings_stay_with
     method.begin_task("t0", optimizer, steps_per_epoch=1)
     e = torch.tensor([6.0], dtype=torch.float64)
     expected = (math.cosh(50) + 1) / (math.cosh(6) + 1)
-    assert method.compensated(torch.ones_like(e), e).item() == pytest.approx(expected)
+    assert method.compensated(torch.ones_like(e), e, method.s).item() == pytest.approx(expected)
     model.train()
     F.cross_entropy(model(torch.randn(8, 2), "t0"), torch.randint(2, (8,))).backward()
     optimizer.step()

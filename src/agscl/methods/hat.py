@@ -95,6 +95,8 @@ class HAT(NodeMethod):
         self._gates: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         self._open: dict[str, tuple[nn.Module, nn.Parameter]] = {}  # layers that run with a gated weight, and their own
         self._columns: dict[str, Tensor] = {}
+        self._all_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, one after the other
+        self._passing: tuple[Tensor, dict[str, Tensor]] | None = None  # gates of the forward pass, and by layer
         self._met: set[str] = set()  # tasks whose heads have a gate
         self._shown: str | None = None  # the task of the forward pass under way
         self._figures: dict[str, Any] = {}
@@ -149,14 +151,36 @@ class HAT(NodeMethod):
             if self.graph.knows(head):
                 self._met.add(task)
         self._shown = task
+        self._passing = self._gates_by_layer()
 
     def _forget_call(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._watching:
             self._shown = None
+            if not torch.is_grad_enabled():
+                self._passing = None
+
+    def _gates_by_layer(self) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """All gates at once, which takes a fraction of the kernels of layer by layer."""
+        if self._graph is None or (gates := self._gates_now()) is None:
+            return None
+        parts = {name: columns for name, columns in self._columns.items() if not self.graph.readers[name].head}
+        pieces = gates[self._all_columns].split([columns.numel() for columns in parts.values()])
+        return gates, {name: piece.view(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
+
+    def _gates_of(self, name: str) -> Tensor | None:
+        """The gates of a layer's columns: those of the pass under way, or of one that is repeated to go backward."""
+        passing = self._shown is not None or torch._C._current_graph_task_id() != -1
+        if self._watching and passing and self._passing is not None:
+            gates, by_layer = self._passing
+            return by_layer[name] if name in by_layer else gates[self._columns[name]]
+        return None if (now := self._gates_now()) is None else now[self._columns[name]]
 
     def _set_gates(self) -> None:
-        for name, reader in self.graph.readers.items():
-            self._columns[name] = reader.columns().to(self.used.device)
+        readers = self.graph.readers.items()
+        self._columns = {name: reader.columns().to(self.used.device) for name, reader in readers}
+        trunk = [self._columns[name].flatten() for name, reader in readers if not reader.head]
+        self._all_columns = torch.cat(trunk) if trunk else self._all_columns
+        for name, reader in readers:
             if name not in self._gates:
                 self._gates[name] = (
                     reader.module.register_forward_pre_hook(partial(self._open_gate, name)),
@@ -166,11 +190,11 @@ class HAT(NodeMethod):
     def _open_gate(self, name: str, module: nn.Module, args: Any) -> None:
         """Let a layer run with each column of its weight times the gate of the node the column reads."""
         self._close_gate(name)
-        if (gates := self._gates_now()) is not None:
+        if (gates := self._gates_of(name)) is not None:
             weight = module._parameters["weight"]
             assert weight is not None
             self._open[name] = module, weight
-            gated = weight * gates[self._columns[name]].to(weight.dtype)
+            gated = weight * gates.to(weight.dtype)
             module._parameters["weight"] = gated  # type: ignore[assignment]
 
     def _close_gate(self, name: str, *_: Any) -> None:
@@ -279,12 +303,10 @@ class HAT(NodeMethod):
                     parameter.grad.mul_(factor)
 
     def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        self._passing = None
         for parameter, factor, before in self._factors:
-            if self.config.mask == "update":
-                part = torch.where(factor == 1, parameter, before + factor * (parameter - before))
-            else:
-                part = parameter
-            before.copy_(torch.where(factor == 0, before, part))
+            part = torch.lerp(before, parameter, factor) if self.config.mask == "update" else parameter
+            before.copy_(torch.where(factor == 0, before, part))  # lerp alone would let a NaN through
             parameter.copy_(before)
         if optimizer is self._optimizers[0]:
             if self._gradient is not None:
@@ -298,9 +320,9 @@ class HAT(NodeMethod):
             gradient = gradient.clone()
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-        e, before = self.embedding, self.embedding.detach().clone()
-        gradient = self.compensated(gradient + self.penalty_gradient(self.s, before), before)
-        group, (first, second), old = optimizer.param_groups[0], self._moments, [m.clone() for m in self._moments]
+        e, (first, second), s, group = self.embedding, self._moments, self.s, optimizer.param_groups[0]
+        old = [] if skipped is None else [t.detach().clone() for t in (e, first, second)]
+        gradient = self.compensated(gradient + self.penalty_gradient(s, e.detach()), e.detach(), s)
         self._moves += 1
         self._age += 1
         if isinstance(optimizer, SGD):
@@ -313,7 +335,7 @@ class HAT(NodeMethod):
             move = first / (1 - b1**self._age) / ((second / (1 - b2**self._age)).sqrt() + 1e-8)
         e.sub_(move * group["lr"]).clamp_(-BOUND, BOUND)
         if skipped is not None:  # a fused optimizer's overflow: nothing was to happen
-            for now, then in zip((e, first, second), (before, *old), strict=True):
+            for now, then in zip((e, first, second), old, strict=True):
                 now.copy_(torch.where(skipped.reshape(()) > 0, then, now))
 
     def penalty_gradient(self, s: float | Tensor, embedding: Tensor) -> Tensor:
@@ -321,10 +343,10 @@ class HAT(NodeMethod):
         free, m = 1 - self.used, torch.sigmoid(s * embedding)
         return self.config.c * s * free * m * (1 - m) / free.sum().clamp(min=1e-12)
 
-    def compensated(self, gradient: Tensor, embedding: Tensor) -> Tensor:
+    def compensated(self, gradient: Tensor, embedding: Tensor, s: float | Tensor) -> Tensor:
         """The gradient times s_max/s · (cosh(s·e) + 1) / (cosh(e) + 1), so that a steep gate learns too (eq. 6)."""
-        steep = (self.s * embedding).clamp(-CLIP, CLIP)
-        return gradient * (self.config.s_max / self.s) * (torch.cosh(steep) + 1) / (torch.cosh(embedding) + 1)
+        steep = (s * embedding).clamp(-CLIP, CLIP)
+        return gradient * (self.config.s_max / s) * (torch.cosh(steep) + 1) / (torch.cosh(embedding) + 1)
 
     def _end_epoch(self) -> None:
         if self._steps_per_epoch is None:
@@ -395,7 +417,7 @@ class HAT(NodeMethod):
         super()._leave()
         for kept in self._kept:
             kept.close()
-        self.embedding, self._gradient, self._moments = None, None, []
+        self.embedding, self._gradient, self._passing, self._moments = None, None, None, []
         self._factors, self._kept = [], []
 
     @contextmanager
@@ -438,6 +460,10 @@ class HAT(NodeMethod):
             "statistics": sum(t.numel() for t in kept),
             "bytes": sum(t.numel() * t.element_size() for t in everything),
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied with a model: not the gates of a pass that is still to go backward."""
+        return {**vars(self), "_passing": None}
 
     def state_dict(self) -> dict[str, Any]:
         self._close_gates()

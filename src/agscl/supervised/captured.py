@@ -191,7 +191,7 @@ class Captured:
             return
         figures = torch.empty(3, dtype=torch.float64, pin_memory=True)
         figures.copy_(self.figures, non_blocking=True)
-        ended = torch.cuda.Event()
+        ended = torch.cuda.Event(blocking=True)  # who waits for it leaves the core to others
         ended.record()
         self.launched.append((self.trainer.epoch, figures, ended))
 
