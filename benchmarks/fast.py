@@ -1,7 +1,8 @@
 """How fast the paper's loop runs on tinyimagenet32 with AGS-CL, way by way: steps one by one, captured, and so on.
 
-python benchmarks/fast.py --device cuda --whole --seeds 5 --mps     # writes results/benchmarks/fast_<device>.json
-python benchmarks/fast.py --agree 3         # whether the ways end alike: results/benchmarks/agree_<device>.json
+python benchmarks/fast.py --device cuda                  # a step, way by way: results/benchmarks/fast_<device>.json
+python benchmarks/fast.py --device cuda --whole 5 --mps  # whole runs: results/benchmarks/whole_<device>.json
+python benchmarks/fast.py --agree 3                      # do ways end alike? results/benchmarks/agree_<device>.json
 """
 
 from __future__ import annotations
@@ -179,13 +180,32 @@ def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
     return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": found}
 
 
+def whole_runs(seeds: int, device: str, way: dict[str, Any], mps: bool) -> dict[str, Any]:
+    """By themselves, here once all is at hand, and several side by side."""
+    found: dict[str, Any] = {"alone": alone(device)}
+    whole_run(0, device, way, epochs=1)
+    found["whole"] = whole_run(0, device, way)
+    print(found["whole"], flush=True)
+    start = time.perf_counter()
+    with sharing(mps), multiprocessing.get_context("spawn").Pool(seeds) as pool:
+        runs = pool.starmap(whole_run, [(seed, device, way) for seed in range(seeds)])
+    found["side_by_side"] = {"seconds": time.perf_counter() - start, "mps": mps, "runs": runs}
+    print(found["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--whole", action="store_true", help="also one whole run the fastest way, here and by itself")
-    parser.add_argument("--seeds", type=int, default=0, help="also so many whole runs side by side")
-    parser.add_argument("--mps", action="store_true", help="with NVIDIA's MPS for those side by side")
+    parser.add_argument(
+        "--whole",
+        type=int,
+        default=0,
+        metavar="SEEDS",
+        help="instead: whole runs the fastest way, so many at once",
+    )
+    parser.add_argument("--mps", action="store_true", help="with --whole: NVIDIA's MPS for those at once")
     parser.add_argument("--one", action="store_true", help="instead: one whole run, as JSON")
     parser.add_argument("--agree", type=int, default=0, metavar="SEEDS", help="instead: runs of so many seeds each way")
     parser.add_argument("--jobs", type=int, default=2, help="with --agree: runs at a time")
@@ -203,6 +223,11 @@ def main() -> None:
         found = agree(arguments.agree, device, arguments.epochs, arguments.jobs)
         record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), found)
         return
+    found: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS}
+    if arguments.whole:
+        found |= whole_runs(arguments.whole, device, way, arguments.mps)
+        record(arguments.out or Path(f"results/benchmarks/whole_{device}.json"), found)
+        return
     start = time.perf_counter()
     sequence = tasks.load(PRESET, seed=0)
     print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
@@ -214,20 +239,10 @@ def main() -> None:
         except Exception as error:
             rows[name] = {"way": tried, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
-    found = {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": arguments.epochs, "ways": rows}
+    found |= {"epochs": arguments.epochs, "ways": rows}
     if device == "cuda":
         found["step"] = kernels(FAST, device, sequence)
         print(found["step"], flush=True)
-    if arguments.whole:
-        found["whole"] = whole_run(0, device, way)
-        print(found["whole"], flush=True)
-        found["alone"] = alone(device)
-    if arguments.seeds:
-        start = time.perf_counter()
-        with sharing(arguments.mps), multiprocessing.get_context("spawn").Pool(arguments.seeds) as pool:
-            runs = pool.starmap(whole_run, [(seed, device, way) for seed in range(arguments.seeds)])
-        found["side_by_side"] = {"seconds": time.perf_counter() - start, "mps": arguments.mps, "runs": runs}
-        print(found["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
     record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
 
 

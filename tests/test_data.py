@@ -64,8 +64,9 @@ class TestCache:
         return np.concatenate([task.train_x.numpy() for task in tasks.load("cifar100", seed=0)])
 
     def file(self):
-        (found,) = [path for path in (cache.home() / "decoded").glob("*.npy") if np.load(path, "r").shape[0] == 300]
-        return found
+        found = {path: np.load(path, "r").shape for path in (cache.home() / "decoded").glob("*.npy")}
+        (of_training,) = [path for path, shape in found.items() if shape == (300, 3, 32, 32)]
+        return of_training
 
     def test_pictures_are_decoded_once(self, data, decodings):
         pictures.dataset(data, "cifar100", 100, 3, 1)
@@ -74,6 +75,13 @@ class TestCache:
         assert np.array_equal(self.load(), first)
         assert len(decodings) == 400
         assert isinstance(cache._open(self.file()), np.memmap)
+
+    def test_a_file_that_was_decoded_is_not_opened_again_for_its_labels(self, data, monkeypatch):
+        pictures.dataset(data, "cifar100", 100, 3, 1)
+        first = tasks.load("cifar100", seed=0)
+        monkeypatch.setattr(images.Shards, "_opened", property(lambda shards: pytest.fail("it was opened")))
+        again = tasks.load("cifar100", seed=0)
+        assert [task.checksum() for task in again] == [task.checksum() for task in first]
 
     def test_two_splits_of_several_files_each_do_not_push_each_other_out(self, data, decodings):
         labels = [label for _ in range(2) for label in range(100)]
@@ -132,7 +140,7 @@ class TestCache:
         path = tmp_path / "array.npy"
         np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         with open(path, "ab") as file:
-            file.write(b"0" * 32)
+            file.write(b"0" * cache.DIGEST)
         assert cache._open(path) is None
 
     def test_without_a_place_to_keep_them_pictures_are_decoded_each_time(self, data, decodings, monkeypatch, tmp_path):
@@ -743,6 +751,7 @@ class TestCommand:
         assert "agscl data get cifar10-100" in said["cifar10-100"]
         assert "ylecun/mnist on the Hugging Face hub" in said["mnist"]
         assert "cannot be downloaded" in said["facescrub"]
+        assert "lacks facescrub: docs/data.md" in said["eight"]
 
     def test_what_cannot_be_had_says_why_and_the_others_are_got(self, hub, data, capsys):
         on_hub(hub, "notmnist", 10, size=(28, 28))

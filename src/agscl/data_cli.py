@@ -56,8 +56,8 @@ def _list() -> bool:
     table = _table("Task sequences")
     for name, listed in SEQUENCES.items():
         missing = [dataset for dataset in listed.datasets if here[dataset] is None]
-        to_be_had = any(not isinstance(DATASETS[dataset].source, str) for dataset in missing)
-        state = f"agscl data get {name}" if to_be_had else "see docs/data.md"
+        by_hand = [dataset for dataset in missing if isinstance(DATASETS[dataset].source, str)]
+        state = f"lacks {', '.join(by_hand)}: docs/data.md" if by_hand else f"agscl data get {name}"
         table.add_row(name, listed.about, state if missing else "ready")
     console.print(table)
     console.print()

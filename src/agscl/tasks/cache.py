@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,10 +19,11 @@ import numpy as np
 from agscl.files import take
 from agscl.tasks.task import Array
 
-VERSION = 1
+VERSION = 2
 """To be raised whenever the same call would make another array."""
-DIGEST = 32
-"""Bytes of SHA-256 behind the array; numpy reads the file all the same."""
+DIGEST = 4
+"""Bytes of CRC-32 behind the array; numpy reads the file all the same. It is looked at every time: SHA-256 took
+longer than all else when a task sequence is loaded."""
 ABANDONED = 24 * 3600.0
 """Seconds after which an unfinished file is no other process's work any more."""
 
@@ -31,11 +33,12 @@ def home() -> Path:
     return Path(os.environ.get("AGSCL_CACHE") or "~/.cache/agscl").expanduser()
 
 
-def cached(name: str, identity: object, state: object, make: Callable[[], Array]) -> Array:
+def cached(name: str, identity: object, state: object, make: Callable[[], Array], *, warn: bool = True) -> Array:
     """The array that `make` makes, from disk where it was made before.
 
     `identity` says what it is, `state` what its sources look like now: with another state it is made anew and replaces
-    the old one. So it is when its file is damaged. Of several processes that ask for it at once, one makes it.
+    the old one. So it is when its file is damaged. Of several processes that ask for it at once, one makes it. Where it
+    cannot be kept there is a warning, unless `warn` is false.
     """
     kind = f"{name}-{_short((VERSION, identity))}"
     path = home() / "decoded" / f"{kind}-{_short(state)}.npy"
@@ -44,7 +47,7 @@ def cached(name: str, identity: object, state: object, make: Callable[[], Array]
         return array
     with _alone(path):
         array = _open(path)  # another process may have made it meanwhile
-        return _made(name, kind, path, make) if array is None else array
+        return _made(name, kind, path, make, warn) if array is None else array
 
 
 @contextlib.contextmanager
@@ -62,16 +65,17 @@ def _alone(path: Path) -> Iterator[None]:
                 lock.unlink()  # whoever waits looks for the array first, so that a lock made anew does no harm
 
 
-def _made(name: str, kind: str, path: Path, make: Callable[[], Array]) -> Array:
+def _made(name: str, kind: str, path: Path, make: Callable[[], Array], warn: bool) -> Array:
     array = make()
     try:
         _store(path, array)
     except OSError as error:
-        warnings.warn(
-            f"{name} could not be kept in {path.parent}: {error.strerror or error}. It is decoded anew each time; to "
-            f"avoid that, set AGSCL_CACHE to a folder with {math.ceil(array.nbytes / 1e6)} MB to spare.",
-            stacklevel=2,
-        )
+        if warn:
+            warnings.warn(
+                f"{name} could not be kept in {path.parent}: {error.strerror or error}. It is decoded anew each time; "
+                f"to avoid that, set AGSCL_CACHE to a folder with {math.ceil(array.nbytes / 1e6)} MB to spare.",
+                stacklevel=2,
+            )
         return array
     for stale in path.parent.glob(f"{glob.escape(kind)}-*.npy"):
         if stale != path:
@@ -84,13 +88,17 @@ def _short(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
+def _digest(array: Array) -> bytes:
+    return zlib.crc32(np.ascontiguousarray(array).data).to_bytes(DIGEST, "big")
+
+
 def _open(path: Path) -> Array | None:
     """The whole array, or nothing where the file is not there or not what was written."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         with open(path, "rb") as file:
             file.seek(-DIGEST, os.SEEK_END)
-            whole = file.read() == hashlib.sha256(array.data).digest()
+            whole = file.read() == _digest(array)
     except (OSError, ValueError, EOFError):
         return None
     return array if whole else None
@@ -106,7 +114,7 @@ def _store(path: Path, array: Array) -> None:
     try:
         with open(temporary, "xb") as file:
             np.lib.format.write_array(file, array, allow_pickle=False)
-            file.write(hashlib.sha256(array.data).digest())
+            file.write(_digest(array))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

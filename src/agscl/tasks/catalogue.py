@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agscl.tasks import convert
+from agscl.tasks.cache import cached
 from agscl.tasks.download import DownloadFailed, Remote, digest, get, held, keep_plan, matches, on_the_hub, read_plan
 from agscl.tasks.images import LABEL_COLUMNS, Form, Shards, Source, decoded, find, in_order, unreadable
 from agscl.tasks.progress import Bar
@@ -177,8 +178,11 @@ def labels(source: Source, classes: int) -> Array:
 
 def examples(name: str, split: str, form: Form) -> Examples:
     """The decoded pictures and the labels of a split."""
-    found = source(name, split)
-    return Examples(decoded(found, form), labels(found, DATASETS[name].classes))
+    found, classes = source(name, split), DATASETS[name].classes
+    of = (found.identity, classes), found.state()
+    # Labels too: to read them means to import pyarrow, which takes longer than all the rest.
+    numbers = cached(f"{name}-labels", *of, lambda: labels(found, classes), warn=False)
+    return Examples(decoded(found, form), numbers)
 
 
 def obtain(name: str, bar: Callable[[str, int], Any] = Bar) -> Path:
