@@ -241,7 +241,7 @@ def authors(result: Result) -> str:
             )
     ours = (
         "Ours: the row's seeds in `results/beside_authors.json`, `tinyimagenet32.json`, `omniglot-plain.json` or "
-        "`benchmarks/fast_cuda.json`, whichever has most; the commands are in these files."
+        "`benchmarks/whole_cuda.json`, whichever has most; the commands are in these files."
     )
     return "\n".join([*lines, "", f"{result['note']} {ours}", *_widest()])
 
@@ -269,11 +269,11 @@ def _ours(name: str, method: str, settings: dict[str, Any]) -> list[float]:
     for row in (load("beside_authors") or {}).get("rows", []):
         if (name, method, settings) == ("tinyimagenet32", row["method"], row["settings"]):
             found.append(row["average_accuracy"]["values"])
-    fast = load("benchmarks/fast_cuda") or {}
-    if fast and (name, method) == (fast["preset"], fast["method"]):
-        full = {"mu": 10.0, "rho": 0.3, **fast["settings"]}
+    whole = load("benchmarks/whole_cuda") or {}
+    if whole and (name, method) == (whole["preset"], whole["method"]):
+        full = {"mu": 10.0, "rho": 0.3, **whole["settings"]}
         if full == settings:
-            found.append([run["average_accuracy"] for run in fast["side_by_side"]["runs"]])
+            found.append([run["average_accuracy"] for run in whole["side_by_side"]["runs"]])
     return max(found, key=len)
 
 
@@ -369,25 +369,26 @@ def _alone(result: dict[str, Any]) -> str:
 
 @made_from("benchmarks/fast_cuda")
 def fast(result: Result) -> str:
-    lines = _ways(result)
+    return "\n".join([*_ways(result), "", *_parts_of_a_step(result), source(result)])
+
+
+@made_from("benchmarks/whole_cuda")
+def whole_runs(result: Result) -> str:
     whole, several = result["whole"], result["side_by_side"]
     seeds = len(several["runs"])
     return "\n".join(
         [
-            *lines,
-            "",
             f"All ten tasks of a hundred epochs the last way, one seed: {whole['seconds']:.1f} s where the GPU and the "
             f"compiled network are at hand; {_alone(result)}{seeds} seeds side by side"
             f"{' under MPS' if several.get('mps') else ''}, with their processes' start: {several['seconds']:.1f} s.",
             "",
             *_parts_of_a_run(result),
-            *_parts_of_a_step(result),
             source(result),
         ]
     )
 
 
-@made_from("benchmarks/fast_cuda")
+@made_from("benchmarks/whole_cuda")
 def one_run(result: Result) -> str:
     first, again = (run["process_seconds"] for run in result["alone"].values())
     return (
@@ -397,7 +398,7 @@ def one_run(result: Result) -> str:
     )
 
 
-@made_from("benchmarks/fast_cuda")
+@made_from("benchmarks/whole_cuda")
 def several_runs(result: Result) -> str:
     runs, seconds = result["side_by_side"]["runs"], result["side_by_side"]["seconds"]
     return f"On `tinyimagenet32` {len(runs)} runs of AGS-CL at a time took {seconds:.0f} s, all of it counted."
@@ -406,15 +407,15 @@ def several_runs(result: Result) -> str:
 @made_from("forms")
 def one_seed(result: Result) -> str:
     """What one seed's choice of λ is worth on others, beside a larger one."""
-    chosen, other = result["rows"][0], load("benchmarks/fast_cuda")
+    chosen, other = result["rows"][0], load("tinyimagenet32")
     if other is None:
         return ""
-    runs = [run["average_accuracy"] for run in other["side_by_side"]["runs"]]
+    then = other["methods"]["agscl"]
     return (
         f"A search on one seed may mislead: it chose λ {chosen['settings']['lam']:g} for AGS-CL on `tinyimagenet32`. "
-        f"On newly drawn seeds\nAGS-CL reaches {_spread_of(chosen['average_accuracy'], 100, 1)} % with it "
-        f"({len(chosen['seeds'])} seeds), and {_spread_of(spread_over(runs), 100, 1)} % at λ "
-        f"{other['settings']['lam']:g} ({len(runs)} seeds)."
+        f"On other seeds\nAGS-CL reaches {_spread_of(chosen['average_accuracy'], 100, 1)} % with it "
+        f"({len(chosen['seeds'])} seeds), and {_spread_of(then['average_accuracy'], 100, 1)} % at λ "
+        f"{then['settings']['lam']:g} ({len(then['seeds'])} seeds), which a search on three seeds chose."
     )
 
 
@@ -522,6 +523,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "comparison": comparison,
     "tinyimagenet32": made_from("tinyimagenet32")(compared),
     "search": made_from("search/tinyimagenet32")(search),
+    "search-wide": made_from("search/tinyimagenet32-wide")(search),
     "cifar10-tiny": made_from("cifar10-tiny")(compared),
     "five": made_from("five")(compared),
     "search-five": made_from("search/five")(search),
@@ -530,6 +532,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "forms": made_from("forms")(variants),
     "authors": authors,
     "fast": fast,
+    "whole-runs": whole_runs,
     "one-run": one_run,
     "several-runs": several_runs,
     "one-seed": one_seed,

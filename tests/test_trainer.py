@@ -6,9 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch._dynamo import lookup_backend
 
 from agscl import EWC, SI, PackNet, Together
 from agscl.experiments.methods import METHODS
@@ -18,8 +16,7 @@ from agscl.methods.base import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.runs import digest
 from agscl.runs.checkpoints import flatten, unflatten
-from agscl.supervised import CompileFailed, Trainer, TrainingConfig, TrainingFailed, fused
-from agscl.supervised.compiled import Compiled
+from agscl.supervised import CompileFailed, Trainer, TrainingConfig, TrainingFailed
 from agscl.supervised.trainer import mixed_seed
 from agscl.tasks import Task
 
@@ -440,13 +437,15 @@ def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_no
 
 @pytest.mark.parametrize(("channels", "padding"), [(3, 1), (1, 0), (2, (1, 0))])
 def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(monkeypatch, channels, padding):
-    monkeypatch.setattr(fused, "BACKEND", "aot_eager")
+    from agscl.supervised.compiled import Compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Conv2d(channels, 5, 3, padding=padding), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Flatten())
     trunk.double().to(memory_format=torch.channels_last)
     x = torch.randn(6, channels, 8, 9, dtype=torch.double).contiguous(memory_format=torch.channels_last)
-    compiled = Compiled(trunk, gpu=True)
+    compiled = Compiled(trunk, products=True)
     assert compiled.narrow == [trunk[0]]
     found = []
     for context in (nullcontext(), compiled.in_use()):
@@ -474,52 +473,9 @@ def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(
     ],
 )
 def test_convolutions_that_are_no_plain_product_stay_as_they_are(layer):
-    assert Compiled(nn.Sequential(layer), gpu=True).narrow == []
+    from agscl.supervised.compiled import Compiled
 
-
-class Wide(nn.Module):
-    """Convolutions of bytes' worth of channels: two behind which there is a ReLU alone, two of which more is read."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third, self.fourth = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
-
-    def forward(self, x):
-        x = torch.relu(self.second(F.relu(self.first(x), inplace=True)))
-        y = self.third(x)
-        return (F.relu(y) + y + F.gelu(self.fourth(x))).flatten(1)
-
-
-@pytest.mark.parametrize(("kind", "count"), [(torch.bfloat16, 2), (torch.float32, 0)])
-def test_a_compiled_convolution_does_the_relu_that_alone_reads_it(monkeypatch, kind, count):
-    graphs = []
-
-    def backend(module, inputs):
-        graphs.append(module.graph)
-        return lookup_backend("aot_eager")(module, inputs)
-
-    monkeypatch.setattr(fused, "BACKEND", backend)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    trunk = Wide().to(memory_format=torch.channels_last)
-    x = torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)
-    found = []
-    for context in (nullcontext(), Compiled(trunk, gpu=True).in_use()):
-        trunk.zero_grad()
-        with context, torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16, cache_enabled=False):
-            output = trunk(x)
-        output.float().square().sum().backward()
-        found.append([output.detach(), *[parameter.grad for parameter in trunk.parameters()]])
-    assert [str(node.target) for node in graphs[0].nodes].count("agscl.convolution_relu.default") == count
-    for plain, both in zip(*found, strict=True):
-        assert torch.equal(plain, both)
-
-
-def test_the_operator_for_a_convolution_and_its_relu_is_whole():
-    x, weight = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
-    tensors = [t.requires_grad_() for t in (x, weight, torch.randn(3))]
-    torch.library.opcheck(torch.ops.agscl.convolution_relu.default, (*tensors, [1, 1], [1, 0]))
-    torch.library.opcheck(torch.ops.agscl.convolution_relu.default, (*tensors, [2, 1], [0, 1]))
+    assert Compiled(nn.Sequential(layer), products=True).narrow == []
 
 
 def test_where_only_some_tasks_have_a_validation_split_none_is_scored_on_it():
@@ -546,12 +502,14 @@ def test_a_network_that_cannot_be_compiled_is_said_in_one_line(monkeypatch):
 
 
 def test_a_forward_pass_that_a_user_gave_to_a_convolution_stays(monkeypatch):
-    monkeypatch.setattr(fused, "BACKEND", "eager")
+    from agscl.supervised.compiled import Compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     trunk = nn.Sequential(nn.Conv2d(1, 2, 3))
     own = lambda x: x.new_full((2,), 7.0)  # noqa: E731
     trunk[0].forward = own
-    compiled = Compiled(trunk, gpu=True)
+    compiled = Compiled(trunk, products=True)
     with compiled.in_use(), compiled.in_use():
         assert trunk(torch.zeros(1, 1, 4, 4)).tolist() == [7, 7]
     assert trunk[0].forward is own

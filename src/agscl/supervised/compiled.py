@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agscl.supervised.fused import fusing
-
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
 ALIGNED = 16
@@ -26,15 +24,14 @@ class CompileFailed(RuntimeError):
 class Compiled:
     """The compiled call of a module, for all its copies of the same form.
 
-    For a GPU the convolution that reads the pictures is computed as a matrix product, on tensor cores: for so few
-    channels cuDNN chose none of its kernels that use them. Other convolutions are `fused` with their ReLU.
+    On a GPU the convolution that reads the pictures is computed as a matrix product, on tensor cores: for so few
+    channels cuDNN chose none of its kernels that use them.
     """
 
-    def __init__(self, module: nn.Module, gpu: bool) -> None:
+    def __init__(self, module: nn.Module, products: bool) -> None:
         self.module = module
-        way: dict[str, Any] = {"backend": fusing} if gpu else {}
-        self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False, **way)
-        self.narrow = [part for part in module.modules() if gpu and _narrow(part)]
+        self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False)
+        self.narrow = [part for part in module.modules() if products and _narrow(part)]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -70,11 +67,9 @@ def as_product(convolution: nn.Conv2d, x: Tensor) -> Tensor:
     if x.requires_grad or x.dim() != 4:
         return F.conv2d(x, convolution.weight, convolution.bias, padding=padding)
     (height, width), (above, left) = convolution.kernel_size, padding
-    wider, deeper = (1 << (size - 1).bit_length() for size in (width, x.shape[1]))  # powers of two are laid out faster
-    more, deep = wider - width, deeper - x.shape[1]
-    x = F.pad(x, (left, left + more, above, above, 0, deep))
-    columns = x.unfold(2, height, 1).unfold(3, wider, 1).permute(0, 2, 3, 4, 5, 1).flatten(3)
-    weight = F.pad(convolution.weight, (0, more, 0, 0, 0, deep)).permute(0, 2, 3, 1).flatten(1)
+    windows = F.pad(x, (left, left, above, above)).unfold(2, height, 1).unfold(3, width, 1)
+    columns = windows.permute(0, 2, 3, 4, 5, 1).flatten(3)  # as channels-last weights lie in memory
+    weight = convolution.weight.permute(0, 2, 3, 1).flatten(1)
     spare = (0, -weight.shape[1] % ALIGNED)
     return F.linear(F.pad(columns, spare), F.pad(weight, spare), convolution.bias).permute(0, 3, 1, 2)
 
