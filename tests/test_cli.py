@@ -523,12 +523,17 @@ def test_arguments_that_cannot_be_read_exit_with_2(arguments):
     assert left.value.code == 2
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["compare"], ["verify"], ["inspect"], ["methods"]])
-def test_every_command_explains_itself(command, capsys):
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["compare"], ["search"], ["verify"], ["inspect"], ["methods"], ["data"]]
+)
+def test_every_command_explains_itself_on_a_terminal_of_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main([*command, "--help"])
     assert left.value.code == 0
-    assert "usage: agscl" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "usage: agscl" in shown
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_without_the_cli_extra_it_says_what_to_install(monkeypatch, capsys):

@@ -67,7 +67,7 @@ def test_what_diverged_with_another_configuration_is_tried_again(tmp_path, capsy
     asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s", "--set"]
     assert main([*asked, "lr=1e25"]) == 1
     shown = capsys.readouterr().out
-    assert "Training failed with every choice" in shown
+    assert "Training diverged with every choice" in shown
     assert "agscl run" not in shown
     assert main([*asked, "lr=0.01"]) == 0
     stored = json.loads((tmp_path / "s" / "search.json").read_text())

@@ -62,9 +62,9 @@ def run(
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
 ) -> int:
-    """Learn a task sequence twice, with plain fine-tuning and with a method, and compare them.
+    """Learn a task sequence twice, with fine-tuning and with a method, and compare.
 
-    The same command continues a run that was interrupted, at the step where it stood.
+    The same command continues a run that was interrupted, where it stood.
 
     Args:
         preset: The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or
@@ -185,10 +185,11 @@ def compare(
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
 ) -> int:
-    """Run several methods on several seeds, side by side, and compare them: mean ± standard deviation.
+    """Compare methods over seeds, side by side: mean ± standard deviation.
 
-    The same command goes on where it was stopped or killed: finished runs are not repeated, others continue. With more
-    methods or more seeds it runs only what is new.
+    The same command goes on where it was stopped or killed.
+
+    Finished runs are not repeated: with more methods or seeds, only those run.
 
     Args:
         preset: The experiment, as for agscl run.
@@ -259,9 +260,11 @@ def search(
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
 ) -> int:
-    """Search a method's settings for a preset: one after the other, judged on validation data, never on test data.
+    """Search a method's settings for a preset, judged on validation data.
 
-    AGS-CL: λ, then μ, then ρ; the others: their one strength. The same command goes on where it was stopped.
+    AGS-CL: λ, then μ, then ρ; the others: their one strength.
+
+    The same command goes on where it was stopped.
 
     Args:
         preset: The experiment, as for agscl run.
@@ -304,7 +307,7 @@ def search(
         return STOPPED
     searched(found)
     if found[0].valid_accuracy is None:
-        say(f"\nstored in {folder / 'search.json'}\nTraining failed with every choice; a lower --set lr=… may help.")
+        say(f"\nstored in {folder / 'search.json'}\nTraining diverged with every choice; a lower --set lr=… may help.")
         return FAILED
     best = found[0].settings
     words = [pair for pair in set if pair.partition("=")[0] not in best]  # they follow those of --set
@@ -411,10 +414,11 @@ def methods() -> int:
 
 
 def verify(run: Annotated[str, _shown("RUN")], /, *, runs: Annotated[Path, _shown("FOLDER")] = Path("runs")) -> int:
-    """Check a run's certificates against its stored weights: has anything that was to stay put moved?
+    """Check a run's certificates against its stored weights: has anything moved?
 
-    The outputs of all heads on the certificates' probe are computed again, as a second witness. The last line says OK
-    or FAILED; exit code 0 when all that is guaranteed is still in place, 1 when something moved.
+    Outputs of all heads on the certificates' probe are a second witness.
+
+    The last line says OK or FAILED; exit code 0 when all is in place, else 1.
 
     Args:
         run: The run's name, or the path of its folder.
@@ -439,10 +443,11 @@ def inspect(
     exclude: Annotated[tuple[str, ...], _shown("LAYER ...", "")] = (),
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
 ) -> int:
-    """Print the nodes of a model, who reads each of them, and how much memory each method takes for it.
+    """Print a model's nodes, who reads each, and the memory each method takes.
 
-    Of a finished run: also what its method really held. A model that is no MultiHead is taken as a trunk and gets a
-    head of two outputs, unless --heads names its own.
+    Of a finished run: also what its method really held.
+
+    A model that is no MultiHead is a trunk that gets a head, unless --heads says.
 
     Args:
         what: A model of yours, e.g. mymodels:make: called without arguments, it returns the model, or the model and an
@@ -491,7 +496,7 @@ def data(
     names: Annotated[tuple[str, ...], _shown("NAME ...", "")] = (),
     /,
 ) -> int:
-    """List the task sequences and their datasets, download them, or check that they are whole.
+    """List task sequences and their datasets, download them, or check them.
 
     Datasets are looked for in the folder AGSCL_DATA, then in ~/.cache/agscl/data.
 

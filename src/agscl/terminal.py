@@ -162,7 +162,7 @@ def searched(tried: Sequence[Tried]) -> None:
     table = _table(None, *settings, "average validation accuracy, %")
     for one in tried:
         values = [f"{one.settings[key]:g}" for key in settings]
-        table.add_row(*values, "failed" if one.valid_accuracy is None else _spread(spread(one.by_seed), 100, 1))
+        table.add_row(*values, "diverged" if one.valid_accuracy is None else _spread(spread(one.by_seed), 100, 1))
     console.print()
     console.print(table)
 
