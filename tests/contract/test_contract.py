@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from settings import IDLE, METHODS, settings_of
 
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, PackNet, RWalk
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
 from agscl.methods.base import Method
 from agscl.testing import CHECKS, ContractBroken, check_method
+from loops import blobs, mlp
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -21,6 +23,33 @@ def test_every_method_passes_every_cheap_check_and_says_when_it_does_nothing(nam
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_saves_at_least_half_of_what_fine_tuning_loses(name):
     check_method(METHODS[name], settings_of(name, "mlp", "adam"), seeds=2, checks=())
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", list(METHODS))
+def test_no_method_is_idle_with_weights_of_another_precision(name, kind):
+    def weights(cls, settings):
+        torch.manual_seed(0)
+        model = MultiHead(mlp().to(kind), features=32)
+        method, optimizer = cls(model, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            torch.manual_seed(number)
+            model.add_head(f"t{number}", 3)
+            data = [(x.to(kind), y) for x, y in blobs(number)]
+            method.begin_task(f"t{number}", optimizer, epochs=6, steps_per_epoch=len(data))
+            for _ in range(6):
+                for x, y in data:
+                    optimizer.zero_grad()
+                    output = model(x, f"t{number}")
+                    (F.cross_entropy(output, y) + method.loss(x, output)).backward()
+                    optimizer.step()
+                method.end_epoch()
+            method.end_task(data)
+        return list(model.trunk.parameters())
+
+    plain, held = weights(FineTune, {}), weights(METHODS[name], settings_of(name, "mlp", "sgd"))
+    assert all(one.dtype == kind and one.isfinite().all() for one in held)
+    assert not all(torch.equal(one, other) for one, other in zip(plain, held, strict=True))
 
 
 @pytest.mark.slow

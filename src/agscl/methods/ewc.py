@@ -161,7 +161,7 @@ class EWC(WeightMethod):
     def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
         learned = len(self.tasks) - 1
         for name, parameter in protected.items():
-            fisher, weights = new[name].double(), parameter.detach().double()
+            fisher, weights = new[name].double(), parameter.detach().to(torch.float64, copy=True)
             if (old := self.importances.get(name)) is not None:
                 if self.config.accumulation == "merged":
                     fisher = (fisher + learned * old) / (learned + 1)

@@ -305,8 +305,8 @@ class HAT(NodeMethod):
     def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         self._passing = None
         for parameter, factor, before in self._factors:
-            part = torch.lerp(before, parameter, factor) if self.config.mask == "update" else parameter
-            before.copy_(torch.where(factor == 0, before, part))  # lerp alone would let a NaN through
+            part = _between(before, parameter, factor) if self.config.mask == "update" else parameter
+            before.copy_(torch.where(factor == 0, before, part))  # in between alone a NaN would get through
             parameter.copy_(before)
         if optimizer is self._optimizers[0]:
             if self._gradient is not None:
@@ -513,6 +513,12 @@ class HAT(NodeMethod):
             self._input = (list(state["input"][0]), getattr(torch, state["input"][1]))
         if self.embedding is not None:
             self._protect()
+
+
+def _between(before: Tensor, after: Tensor, factor: Tensor) -> Tensor:
+    """This part of the way from `before` to `after`: exactly `after` for 1."""
+    kind = torch.promote_types(after.dtype, factor.dtype)
+    return torch.lerp(before.to(kind), after.to(kind), factor.to(kind))
 
 
 def _gates(s: float | Tensor, embedding: Tensor) -> Tensor:
