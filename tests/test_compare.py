@@ -20,6 +20,7 @@ from agscl.cli import main
 from agscl.experiments import compare
 from agscl.experiments.compare import spread
 from agscl.experiments.execute import Interrupted, comparable, execute
+from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import configure
 from agscl.runs import Run
 
@@ -284,3 +285,26 @@ def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monke
 
 def _sleep(job: compare.Job, checkpoint_every: float) -> None:
     time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("words", "methods", "seeds"),
+    [
+        (["cifar100"], ["agscl", "ewc", "mas", "si", "rwalk", "hat"], 5),
+        (["cub200"], ["agscl", "ewc", "mas", "si", "rwalk"], 5),
+        (["eight", "--seeds", "2"], ["agscl", "ewc", "mas"], 2),
+        (["digits"], list(METHODS), 3),
+        (["cifar100", "--methods", "all"], list(METHODS), 5),
+        (["cifar100", "--methods", "gpm,si"], ["gpm", "si"], 5),
+    ],
+)
+def test_unless_told_a_comparison_is_the_table_of_its_preset(words, methods, seeds, monkeypatch):
+    asked = []
+
+    def plan(preset, names, count, *_, **__):
+        asked.extend([preset, sorted(names), count])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(compare, "plan", plan)
+    assert main(["compare", *words]) == 2
+    assert asked == [words[0], sorted(methods), seeds]

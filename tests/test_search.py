@@ -64,7 +64,8 @@ def test_a_run_that_diverged_is_a_bad_setting_and_is_not_tried_again(tmp_path, m
 
 def test_what_diverged_with_another_configuration_is_tried_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "l2", (Axis("lam", values=(1.0,)),))
-    asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s", "--set"]
+    asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s"]
+    asked += ["--checkpoint-every", "1000", "--set"]  # with one it would be kept, however slow the machine
     assert main([*asked, "lr=1e25"]) == 1
     shown = capsys.readouterr().out
     assert "Training diverged with every choice" in shown

@@ -170,8 +170,8 @@ def compare(
     preset: Annotated[str, _shown("PRESET")] = "digits",
     /,
     *,
-    methods: Annotated[str, _shown("all|NAME,NAME,...")] = "all",
-    seeds: Annotated[int, _shown("N")] = 3,
+    methods: Annotated[str | None, _shown("all|NAME,NAME,...", "(default: the preset's; digits: all)")] = None,
+    seeds: Annotated[int | None, _shown("N", "(default: 5; digits: 3)")] = None,
     jobs: Annotated[int | None, _shown("N", "(default: one per core)")] = None,
     name: Annotated[str | None, _shown("NAME", "(default: made from preset and changes)")] = None,
     epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
@@ -211,10 +211,14 @@ def compare(
     from agscl.experiments import compare as comparing
     from agscl.experiments.execute import Interrupted
     from agscl.experiments.methods import METHODS, listed
+    from agscl.experiments.presets import preset_called
     from agscl.terminal import comparison, say
 
     with _as_wrong_use():
-        names = list(METHODS) if methods == "all" else [each for each in methods.split(",") if listed(each)]
+        table = preset_called(preset)
+        wanted = ",".join(table.compared if methods is None else METHODS if methods == "all" else [methods])
+        names = [each for each in wanted.split(",") if listed(each)]
+    seeds = table.seeds if seeds is None else seeds
     common, own = _settings_for(names, set)
     changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | common
     changed |= _tasks(tasks, task_options)

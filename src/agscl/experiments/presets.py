@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from agscl.experiments.methods import listed
+from agscl.experiments.methods import METHODS, listed
 from agscl.methods.agscl import AGSCL
 from agscl.runs import RunError
 from agscl.supervised import TrainingConfig
@@ -34,6 +34,14 @@ class Preset:
     network_options: Options = field(default_factory=dict)
     threads: int | None = None
     """CPU threads; none takes torch's own choice."""
+    compared: tuple[str, ...] = ()
+    """The methods of its table: what a comparison takes unless told. Empty: those with settings here."""
+    seeds: int = 5
+    """The seeds of its table."""
+
+    def __post_init__(self) -> None:
+        if not self.compared:
+            object.__setattr__(self, "compared", tuple(self.methods))
 
 
 LOOP = TrainingConfig(epochs=100, batch_size=256, lr=1e-3, patience=5, factor=3.0, restore_best=True)
@@ -83,6 +91,8 @@ PRESETS: dict[str, Preset] = {
             "gpm": {"threshold": 0.95},
         },
         threads=1,  # so small a network is faster on one core
+        compared=tuple(METHODS),
+        seeds=3,
     ),
     "cifar100": Preset("the paper's: CIFAR-100 as 10 tasks of 10 classes", "cifar100", "cifar", LOOP, CIFAR100),
     "cifar10-100": Preset(
@@ -164,6 +174,13 @@ class RunConfig:
             raise RunError(f"the config.json of the run is damaged, or of another version: {error!r}") from error
 
 
+def preset_called(name: str) -> Preset:
+    if name not in PRESETS:
+        known = "\n".join(f"  {name:15} {each.about}" for name, each in PRESETS.items())
+        raise ValueError(f"no preset is called {name!r}. There are:\n{known}")
+    return PRESETS[name]
+
+
 def configure(
     preset: str,
     *,
@@ -180,13 +197,10 @@ def configure(
 
     `tasks` names another task sequence than the preset's, e.g. "folder:PATH"; `task_options` are added to its options.
     """
-    if preset not in PRESETS:
-        known = "\n".join(f"  {name:15} {each.about}" for name, each in PRESETS.items())
-        raise ValueError(f"no preset is called {preset!r}. There are:\n{known}")
+    chosen, kinds = preset_called(preset), changeable(method)
     if not 0 <= seed < 2**63:
         raise ValueError(f"a seed is 0 or more and below 2^63, not {seed}")
     check_device(device)
-    chosen, kinds = PRESETS[preset], changeable(method)
     if unknown := [key for key in changes if key not in kinds]:
         raise ValueError(f"{method} has no setting {unknown[0]!r}. It has: {', '.join(kinds)}")
     own = listed(method).settings
