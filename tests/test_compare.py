@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import os
 import re
@@ -308,3 +309,45 @@ def test_unless_told_a_comparison_is_the_table_of_its_preset(words, methods, see
     monkeypatch.setattr(compare, "plan", plan)
     assert main(["compare", *words]) == 2
     assert asked == [words[0], sorted(methods), seeds]
+
+
+def test_a_smaller_request_takes_nothing_from_what_is_stored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["compare", "digits", "--epochs", "1", "--name", "c", "--jobs", "1", "--methods"]
+    assert main([*asked, "l2,frozen", "--seeds", "2"]) == 0
+    stored = Path("runs/c/comparison.json")
+    before = json.loads(stored.read_text())
+    assert {name: row["seeds"] for name, row in before["methods"].items()} == {
+        "l2": [0, 1],
+        "frozen": [0, 1],
+        "finetune": [0, 1],
+    }
+    assert main([*asked, "l2", "--seeds", "1"]) == 0
+    assert json.loads(stored.read_text()) == before
+    assert main(["run", "digits", "--epochs", "1", "--name", "c"]) == 2
+    assert json.loads(stored.read_text()) == before
+
+
+def test_runs_on_other_pictures_are_not_put_together(tmp_path, monkeypatch, capsys):
+    def draw(seed):
+        for label, number in itertools.product(range(4), range(6)):
+            path = tmp_path / "own" / f"class{label}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pictures.encoded(pictures.pixels(10 * seed + label, number)))
+
+    pictures = pytest.importorskip("pictures")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGSCL_CACHE", str(tmp_path / "cache"))
+    draw(0)
+    words = ["compare", "cifar100", "--methods", "finetune", "--epochs", "1", "--name", "mix", "--tasks", "folder:own"]
+    words += ["--task-options", "classes_per_task=2", "size=32", "--jobs", "1", "--seeds"]
+    assert main([*words, "1"]) == 0
+    draw(1)
+    assert main([*words, "1"]) == 0, "nothing is left to run"
+    capsys.readouterr()
+    assert main([*words, "2"]) == 2
+    assert "the data is not what" in capsys.readouterr().err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main([*words, "1", "--runs", str(tmp_path / "runs")]) == 2
+    assert "another configuration" in capsys.readouterr().err

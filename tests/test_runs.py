@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agscl.files import write_atomically
-from agscl.runs import Checkpoints, DifferentConfig, Run, RunError, digest, is_finished
+from agscl.runs import Checkpoints, DifferentConfig, Run, RunError, checkpoints, digest, is_finished, read_result
 from agscl.runs.events import read_events
 
 STATE = {
@@ -239,3 +239,59 @@ def test_a_disk_too_full_for_the_log_is_a_clear_error_and_the_run_is_let_go(tmp_
     (tmp_path / "run" / "events.jsonl").unlink()
     with Run(tmp_path / "run") as again:  # the lock was given back
         again.log({"event": "epoch"})
+
+
+def test_files_of_others_in_a_runs_folder_are_left_alone(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "old").mkdir(parents=True)
+    mine = [folder / "notes.json", folder / "checkpoints" / "best.pt", folder / "checkpoints" / "000001-mine.json"]
+    for path in mine:
+        path.write_text("{}")
+    with Run(folder) as run:
+        run.claim({"lr": 0.1})
+        run.claim({"lr": 0.2})  # nothing was trained yet
+        for _ in range(4):
+            run.save({})
+    assert all(path.exists() for path in mine)
+    assert run.checkpoints.numbers() == [3, 4]
+
+
+@pytest.mark.parametrize("why", ["no permission", "a later format"])
+def test_a_checkpoint_that_cannot_be_read_here_is_not_thrown_away(tmp_path, monkeypatch, why):
+    with Run(tmp_path / "run") as run:
+        run.claim({"lr": 0.1})
+        run.save({"step": torch.tensor(1)})
+        run.save({"step": torch.tensor(2)})
+    if why == "a later format":
+        monkeypatch.setattr(checkpoints, "FORMAT", 0)
+    else:
+        read = Path.read_bytes
+
+        def refuse(path):
+            if path.suffix == ".safetensors":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return read(path)
+
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+    with (
+        Run(tmp_path / "run") as run,
+        pytest.raises(RunError, match="left as it is.*(Permission denied|another version)"),
+    ):
+        run.load()
+    monkeypatch.undo()
+    with Run(tmp_path / "run") as run:
+        assert run.load()["step"] == 2
+        assert run.checkpoints.numbers() == [1, 2]
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "{}", '{"config": {}}'])
+def test_a_damaged_result_says_how_it_is_made_again(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(RunError, match=r"result.json is damaged: .*\. Remove it: the same command makes it again"):
+        read_result(tmp_path)
+
+
+def test_damaged_lines_of_a_log_are_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"n": 1}\n{"n": \n[3]\n{"n": 4}\n{"n": 5}')
+    assert [event["n"] for event in read_events(path)] == [1, 4]

@@ -88,7 +88,7 @@ def run(
     """
     from agscl.experiments.execute import Interrupted, execute
     from agscl.experiments.presets import PRESETS, RunConfig, check_device, configure
-    from agscl.runs import Run, is_finished
+    from agscl.runs import Run, is_finished, read_result
     from agscl.runs.board import Board
     from agscl.runs.folder import read_json
     from agscl.terminal import Progress, say, summary
@@ -96,7 +96,7 @@ def run(
     _check_numbers(checkpoint_every, threads)
     if tensorboard and not importlib.util.find_spec("tensorboard"):
         raise WrongUse("TensorBoard is not installed: pip install 'agscl[tensorboard]'")
-    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | _settings(method, set)
+    changed = _once(_given(epochs=epochs, batch_size=batch_size, lr=lr), _settings(method, set), _speed(device, fast))
     changed |= _tasks(tasks, task_options)
     if resume is None:
         with _as_wrong_use():
@@ -121,13 +121,16 @@ def run(
             )
     if resume is None:
         _check_name(folder, runs)
+        if any((folder / kind).exists() for kind in ("comparison.json", "search.json")):
+            raise WrongUse(f"{folder} is a comparison or a search, not a run: give this one a --name of its own")
 
     if is_finished(folder):
         Run(folder).check(config.as_dict())
+        result = read_result(folder)
         if tensorboard:
             Board(folder, config.training.epochs).close()
         say(f"{folder} is finished; nothing to do. Its result:")
-        summary(read_json(folder / "result.json"), folder)
+        summary(result, folder)
         return DONE
 
     boards: list[Board] = []
@@ -210,7 +213,7 @@ def compare(
     """
     from agscl.experiments import compare as comparing
     from agscl.experiments.execute import Interrupted
-    from agscl.experiments.methods import METHODS, listed
+    from agscl.experiments.methods import METHODS, REFERENCE, listed
     from agscl.experiments.presets import preset_called
     from agscl.terminal import comparison, say
 
@@ -219,8 +222,8 @@ def compare(
         wanted = ",".join(table.compared if methods is None else METHODS if methods == "all" else [methods])
         names = [each for each in wanted.split(",") if listed(each)]
     seeds = table.seeds if seeds is None else seeds
-    common, own = _settings_for(names, set)
-    changed = _given(epochs=epochs, batch_size=batch_size, lr=lr) | _speed(device, fast) | common
+    common, own = _settings_for([*dict.fromkeys([*names, REFERENCE])], set)
+    changed = _once(_given(epochs=epochs, batch_size=batch_size, lr=lr), common, _speed(device, fast))
     changed |= _tasks(tasks, task_options)
     folder = runs / (name or _named(f"compare-{preset}", device, changed | own))
     _check_group(folder, runs, "comparison")
@@ -241,7 +244,8 @@ def compare(
         comparison(compared)
     for job, reason in failed.items():
         say(f"FAILED {job}: {reason}")
-    say(f"\nstored in {comparing.store(folder, preset, compared, failed)}")
+    everything = comparing.collect(comparing.with_others(plan, folder))
+    say(f"\nstored in {comparing.store(folder, preset, everything, failed)}")
     return FAILED if failed else DONE
 
 
@@ -292,7 +296,8 @@ def search(
     from agscl.terminal import say, searched
 
     with _as_wrong_use():
-        changed = _given(epochs=epochs) | _speed(device, fast) | _settings(method, set) | _tasks(tasks, task_options)
+        changed = _once(_given(epochs=epochs), _settings(method, set), _speed(device, fast))
+        changed |= _tasks(tasks, task_options)
     folder = runs / (name or _named(f"search-{preset}-{method}", device, changed))
     _check_group(folder, runs, "search")
 
@@ -328,9 +333,9 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     """Run jobs, several at a time, and show how far they are; returns why some failed."""
     from agscl.experiments import compare as comparing
     from agscl.experiments import search as searching
-    from agscl.experiments.execute import Interrupted, load_tasks
+    from agscl.experiments.execute import Interrupted, check_finished, load_tasks
     from agscl.experiments.methods import METHODS
-    from agscl.runs.folder import read_json
+    from agscl.runs import read_result
     from agscl.terminal import Comparing, percent, say
 
     _check_numbers(checkpoint_every)
@@ -345,6 +350,9 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     left = [job for job in plan if not job.finished]
     if left:
         load_tasks(left[0].config)  # once, before several processes would, and to see that it can be
+        finished = {job.config.seed: job for job in plan if job.finished and ":" in job.config.tasks}
+        for job in finished.values():  # what is new must not be compared with what learned something else
+            check_finished(job.folder, job.config)
 
     with _held(plan), _signals() as stopped, Comparing(plan) as progress:
 
@@ -359,7 +367,7 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
             if job.tried:
                 progress.ended(job, f"average validation accuracy {percent(searching.judge(job) or 0.0)}")
                 return
-            result = read_json(job.folder / "result.json")
+            result = read_result(job.folder)
             average = result["methods"][job.config.method]["average_accuracy"]
             progress.ended(job, f"average accuracy {percent(average)}")
 
@@ -612,6 +620,13 @@ def _settings(method: str, pairs: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def _once(given: dict[str, Any], by_set: dict[str, Any], speed: dict[str, Any]) -> dict[str, Any]:
+    """All that changes training; --set is stronger than --fast, but nothing may be said twice."""
+    if twice := [name for name in given if name in by_set]:
+        raise WrongUse(f"--{twice[0].replace('_', '-')} and --set {twice[0]}=… say the same: leave one out")
+    return {**given, **speed, **by_set}
+
+
 def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """What a comparison's `--set` says: settings of training, and those of each method (METHOD.KEY=VALUE)."""
     from agscl.experiments.methods import METHODS
@@ -739,8 +754,7 @@ def _model(
     import torch
 
     from agscl.networks import NETWORKS
-    from agscl.runs import is_finished
-    from agscl.runs.folder import read_json
+    from agscl.runs import is_finished, read_result
 
     if ":" in what:
         return *_build(what, input_shape), None
@@ -754,7 +768,7 @@ def _model(
         folder = _existing(runs, what)
         if not is_finished(folder):
             raise WrongUse(f"{folder} is not finished: agscl run --resume {folder.name} finishes it")
-        result = read_json(folder / "result.json")
+        result = read_result(folder)
         network = result["config"]["network"]
         options = {key: value for key, value in result["config"]["network_options"].items() if key != "weights"}
     if input_shape or heads:

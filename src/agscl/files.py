@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -34,7 +35,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
         flush_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
 
 

@@ -24,7 +24,7 @@ from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.files import as_json, write_atomically
 from agscl.methods.base import SelfCheckWarning
-from agscl.runs import Run, RunError, is_finished
+from agscl.runs import Run, RunError, is_finished, read_result
 from agscl.runs.events import last_event
 from agscl.runs.folder import read_json
 from agscl.tasks import DataMissing
@@ -175,9 +175,7 @@ def _follow(
 
 def collect(jobs: Sequence[Job]) -> dict[str, Any]:
     """The measures of all finished runs: every value, mean and standard deviation, method by method."""
-    results = {
-        (job.config.method, job.config.seed): read_json(job.folder / "result.json") for job in jobs if job.finished
-    }
+    results = {(job.config.method, job.config.seed): read_result(job.folder) for job in jobs if job.finished}
     found: dict[str, Any] = {}
     for name in dict.fromkeys(job.config.method for job in jobs):
         mine = {seed: result for (method, seed), result in results.items() if method == name}
@@ -197,6 +195,15 @@ def collect(jobs: Sequence[Job]) -> dict[str, Any]:
             **{measure: spread([each[measure] for each in values]) for measure in MEASURES},
         }
     return found
+
+
+def with_others(jobs: Sequence[Job], folder: Path) -> list[Job]:
+    """These jobs, and all others that are finished in their folder; in the order of the paper's table."""
+    known = {job.folder for job in jobs}
+    others = [path.parent for path in sorted(folder.glob("*/result.json")) if path.parent not in known]
+    every = [*jobs, *(Job(RunConfig.from_dict(read_result(other)["config"]), other) for other in others)]
+    places = list(METHODS)
+    return sorted(every, key=lambda job: (job.config.seed, places.index(job.config.method)))
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any]:

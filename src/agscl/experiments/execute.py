@@ -73,8 +73,10 @@ def execute(
     sequence = load_tasks(config)
     state = run.load() or {"method": None, "finished": {}, "seconds": {}}
     state["data"] = _check_data(run, sequence, state.get("data"))
-    for number, reason in run.checkpoints.damaged.items():
-        before = "going back to the one before it" if state["method"] else "there is none before it, so it starts anew"
+    damaged = run.checkpoints.damaged
+    for number, reason in damaged.items():
+        none = state["method"] is None and number == min(damaged)
+        before = "there is none before it, so it starts anew" if none else "going back to the one before it"
         note(f"Checkpoint {number} is damaged ({reason}); {before}.")
 
     left = [name for name in methods_of(config) if name not in state["finished"]]
@@ -120,9 +122,7 @@ def _check_data(run: Run, sequence: TaskSequence, known: dict[str, int] | None) 
     """Note what the data is, or make sure that it is what the run was begun with: as noted, or else as `known`."""
     path = run.folder / "data.json"
     now = {task.name: task.checksum() for task in sequence}
-    before = read_json(path) if path.exists() else known
-    if before is None:
-        before = now
+    before = (read_json(path, ". Remove it") if path.exists() else None) or known or now
     if changed := [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]:
         raise DifferentConfig(
             f"the data is not what {run.folder} was begun with: {', '.join(changed)} changed. Put it back as it was, "
@@ -131,6 +131,12 @@ def _check_data(run: Run, sequence: TaskSequence, known: dict[str, int] | None) 
     if not path.exists():
         run.store(path.name, now)
     return now
+
+
+def check_finished(folder: Path, config: RunConfig) -> None:
+    """Make sure that the data of a finished run is still what it learned."""
+    if (folder / "data.json").exists():
+        _check_data(Run(folder), load_tasks(config), None)
 
 
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
@@ -305,7 +311,7 @@ def _recorded_environment(run: Run, threads: int | None) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         }
         run.store(path.name, environment)
-    environment = read_json(path)
+    environment = read_json(path, ". Remove it")
     try:
         torch.set_num_threads(environment["threads"])
     except (KeyError, TypeError, RuntimeError) as error:

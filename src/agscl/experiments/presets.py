@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
@@ -198,6 +199,8 @@ def configure(
     `tasks` names another task sequence than the preset's, e.g. "folder:PATH"; `task_options` are added to its options.
     """
     chosen, kinds = preset_called(preset), changeable(method)
+    if tasks is not None and tasks.startswith("folder:"):  # the same from wherever it is asked for
+        tasks = f"folder:{Path(tasks.removeprefix('folder:')).expanduser().resolve()}"
     if not 0 <= seed < 2**63:
         raise ValueError(f"a seed is 0 or more and below 2^63, not {seed}")
     check_device(device)

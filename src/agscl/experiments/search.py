@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
 from agscl.files import as_json, write_atomically
-from agscl.runs import RunError
-from agscl.runs.folder import read_json
+from agscl.runs import RunError, read_result
 
 SEED = 1000
 """The first seed of a search. No comparison uses it, so that what was chosen on it is then tried on others."""
@@ -35,6 +34,8 @@ class Axis:
     def tried(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Settings with each value of this one: the base itself, then what is nearest to it."""
         now = base[self.setting]
+        if self.factors and now == 0:
+            raise ValueError(f"a search goes by factors, and {self.setting} starts at 0: start it above 0")
         values = [float(f"{factor * now:.3g}") for factor in self.factors] + list(self.values)
         nearest = sorted({now, *values}, key=lambda value: (abs(value - now) / (value + now or 1), value))
         return [{**base, self.setting: value} for value in nearest]
@@ -95,7 +96,7 @@ def search(
     are searched; the others stay as the preset has them. With `values`, these of the first setting are tried and
     nothing else.
 
-    All that was tried is stored as search.json; what ran before is not run again.
+    All that was tried, now and before, is stored as search.json; what ran before is not run again.
     """
     if method not in AXES:
         raise ValueError(f"{method} has nothing to search. These have: {', '.join(AXES)}")
@@ -123,25 +124,26 @@ def search(
             for each, of_one in zip(settings, jobs, strict=True):
                 tried[name_of(each)] = _tried(each, [judge(job) for job in of_one])
                 seen.add(each[axis.setting])
-            order = sorted(tried.values(), key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
+            order = _best_first(tried.values())
             if order[0].valid_accuracy is not None:
                 best = order[0].settings
             settings = axis.further(best, seen)
             if not settings or order[0].valid_accuracy is None:
                 break
-    write_atomically(
-        folder / "search.json",
-        as_json(
-            {
-                "preset": preset,
-                "method": method,
-                "seed": seed,
-                "seeds": seeds,
-                "changes": changes,
-                "tried": [vars(one) for one in order],
-            }
-        ),
+    before = [one for one in finished(folder, method, seed, seeds) if name_of(one.settings) not in tried]
+    content = as_json(
+        {
+            "preset": preset,
+            "method": method,
+            "seed": seed,
+            "seeds": seeds,
+            "changes": changes,
+            "tried": [vars(one) for one in _best_first([*order, *before])],
+        }
     )
+    path = folder / "search.json"
+    if not path.exists() or path.read_bytes() != content:
+        write_atomically(path, content)
     return order
 
 
@@ -149,14 +151,18 @@ def finished(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> lis
     """What a search that was stopped has tried so far on all its seeds, the best first."""
     found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
     for path in sorted(folder.glob("*/result.json")):
-        result = read_json(path)
+        result = read_result(path.parent)
         if result["config"]["seed"] not in range(seed, seed + seeds):
             continue
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
         mark = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
         found.setdefault(name_of(settings), []).append((settings, mark))
     whole = [_tried(each[0][0], [mark for _, mark in each]) for each in found.values() if len(each) == seeds]
-    return sorted(whole, key=lambda one: -(one.valid_accuracy or 0.0))
+    return _best_first(whole)
+
+
+def _best_first(tried: Iterable[Tried]) -> list[Tried]:
+    return sorted(tried, key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
 
 
 def _tried(settings: dict[str, Any], marks: list[float | None]) -> Tried:
@@ -193,7 +199,7 @@ def judge(job: Job) -> float | None:
         return None
     if not job.finished:  # out of memory, say, which tells nothing of the settings
         raise RunError(f"{job.folder} did not finish, so the search cannot go on. The same command tries it again")
-    outcome = read_json(job.folder / "result.json")["methods"][job.config.method]
+    outcome = read_result(job.folder)["methods"][job.config.method]
     return metrics.average_accuracy(outcome["valid_accuracies"])
 
 

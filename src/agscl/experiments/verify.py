@@ -15,13 +15,15 @@ from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig, check_device
 from agscl.runs import Checkpoints, RunError, is_finished
+from agscl.runs.checkpoints import NotReadable
 from agscl.runs.folder import read_json
 from agscl.supervised.trainer import placed
 
 
 def certificates_of(folder: Path) -> list[Path]:
     """One for each task, in their order."""
-    return sorted((folder / "certificates").glob("*.json"), key=lambda path: int(path.stem))
+    found = (folder / "certificates").glob("*.json")
+    return sorted((path for path in found if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
 def verify_run(folder: Path) -> Verdict:
@@ -30,7 +32,10 @@ def verify_run(folder: Path) -> Verdict:
     if config.method == "joint":
         raise RunError(f"{folder} is of joint, where each task trains every head, so nothing is certified")
     checkpoints = Checkpoints(folder / "checkpoints")
-    state = checkpoints.load()
+    try:
+        state = checkpoints.load()
+    except NotReadable as error:
+        raise RunError(f"the weights of {folder} cannot be read: {error}") from error
     if state is None:
         raise RunError(f"{folder} holds no checkpoint that is whole, so there are no weights to check")
     trained = state["trainer"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from torch import Tensor
 from agscl.files import write_atomically
 
 FORMAT = 1
+OWN = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")
+"""How the files of checkpoints are called; no other is ever removed."""
+
+
+class NotReadable(Exception):
+    """A checkpoint is there and may be whole, but cannot be read here and now."""
 
 
 class Checkpoints:
@@ -50,13 +57,15 @@ class Checkpoints:
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None."""
+        """The newest checkpoint that is whole, or None. Raises `NotReadable` where one may be whole all the same."""
         self.damaged = {}
         for number in reversed(self.numbers()):
             try:
                 return self._read(number)
-            except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            except (FileNotFoundError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
                 self.damaged[number] = str(error)
+            except OSError as error:
+                raise NotReadable(f"{error.filename or self._json(number)}: {error.strerror or error}") from error
         return None
 
     def _read(self, number: int) -> dict[str, Any]:
@@ -66,7 +75,7 @@ class Checkpoints:
         if sealed["checksum"] != _checksum(body):
             raise ValueError(f"{path.name} does not match its checksum")
         if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']} is not known to this version")
+            raise NotReadable(f"{path} has format {body['format']}, which another version of agscl wrote: use that one")
         data = path.with_suffix(".safetensors").read_bytes()
         if hashlib.sha256(data).hexdigest() != body["tensors"]:
             raise ValueError(f"{path.stem}.safetensors does not match its checksum")
@@ -78,7 +87,8 @@ class Checkpoints:
 
     def _remove_all_but(self, kept: list[int]) -> None:
         for path in self.folder.iterdir():
-            if not path.stem.isdecimal() or int(path.stem) not in kept:
+            named = OWN.fullmatch(path.name)
+            if named and (named[3] or int(named[1]) not in kept) and path.is_file():
                 path.unlink(missing_ok=True)
 
 

@@ -42,12 +42,15 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a log; a last line cut short by a dead process is left out."""
+    """The events of a log; lines that are damaged are left out, as is a last one cut short by a dead process."""
     with open(path, "rb") as file:
         for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if line.endswith(b"\n") and isinstance(event, dict):
+                yield event
 
 
 def last_event(path: Path) -> dict[str, Any] | None:

@@ -10,12 +10,18 @@ from types import TracebackType
 from typing import IO, Any
 
 from agscl.files import as_json, flush_folder, take, write_atomically
-from agscl.runs.checkpoints import Checkpoints
+from agscl.runs.checkpoints import Checkpoints, NotReadable
 from agscl.runs.events import EventLog
 
 
 class RunError(Exception):
     """A run cannot go on; the message says what happened and what to do."""
+
+
+OWN = ("config.json", "data.json", "environment.json", "diverged.json")
+"""What a run stores beside its checkpoints before it is finished."""
+RESULT = ("config", "tasks", "methods", "environment", "seconds")
+"""What result.json says."""
 
 
 class WrongOptions(RunError):
@@ -95,8 +101,8 @@ class Run:
         if path.exists() and read_json(path) == json.loads(as_json(config)):
             return
         with self.writing():
-            for left in [] if self.begun else self.folder.glob("*.json"):  # of a run that came to nothing
-                left.unlink()
+            for name in () if self.begun else OWN:  # of a run that came to nothing
+                (self.folder / name).unlink(missing_ok=True)
             write_atomically(path, as_json(config))
 
     def check(self, config: dict[str, Any]) -> None:
@@ -117,7 +123,7 @@ class Run:
             return read_json(path)
         if is_finished(self.folder):
             return read_json(self.folder / "result.json").get("config")
-        text = (self.checkpoints.load() or {}).get("config")
+        text = (self._checkpoint() or {}).get("config")
         return None if text is None else json.loads(text)
 
     def store(self, name: str, content: dict[str, Any]) -> None:
@@ -137,23 +143,43 @@ class Run:
 
     def load(self) -> dict[str, Any] | None:
         """The newest whole checkpoint; the event log is cut back to where it stood then."""
-        state = self.checkpoints.load()
+        state = self._checkpoint()
         with self.writing():
             self.events.cut(state["events"] if state else 0)
             flush_folder(self.folder)
         return state
+
+    def _checkpoint(self) -> dict[str, Any] | None:
+        try:
+            return self.checkpoints.load()
+        except NotReadable as error:
+            raise RunError(f"a checkpoint cannot be read, so the run was left as it is: {error}") from error
 
 
 def is_finished(folder: Path) -> bool:
     return (folder / "result.json").is_file()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, cure: str = "") -> dict[str, Any]:
+    """A JSON object from a file; `cure` is what to do where it is damaged."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}{cure}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path} is damaged: it holds no JSON object{cure}")
     return content
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What a finished run came to."""
+    cure = ". Remove it: the same command makes it again from the last checkpoint"
+    result = read_json(folder / "result.json", cure)
+    if lacking := [key for key in RESULT if key not in result]:
+        raise RunError(f"{folder / 'result.json'} is damaged: it does not say {', '.join(lacking)}{cure}")
+    return result
 
 
 def differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
