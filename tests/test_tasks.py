@@ -3,15 +3,18 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import pictures
-from agscl import MultiHead, tasks
+from agscl import AGSCL, FineTune, MultiHead, tasks
 from agscl.networks import NETWORKS
+from agscl.supervised import Trainer, TrainingConfig
 from agscl.tasks import Task, crop, cub
 from agscl.tasks.images import Form
 
@@ -757,3 +760,62 @@ def test_numpys_numbers_are_options_too():
     assert len(tasks.load("digits", seed=0, test_share=np.float32(0.3))) == 5
     with pytest.raises(ValueError, match="test_share is a number, not 'x'"):
         tasks.load("digits", seed=0, test_share="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"test_x": torch.full((4, 3), math.nan)},
+            "the test examples of task 't' have inputs that are infinite or NaN",
+        ),
+        ({"test_y": torch.tensor([0, 1, 2, 0])}, "go from 0 to 2; with 2 classes they are 0 to 1"),
+        ({"train_y": torch.tensor([0, 1, -100, 0])}, "labels of the training examples of task 't' go from -100 to 1"),
+        ({"test_x": torch.zeros(0, 3), "test_y": torch.zeros(0).long()}, "task 't' has no test examples"),
+        ({"train_x": torch.zeros(0, 3), "train_y": torch.zeros(0).long()}, "task 't' has no training examples"),
+        ({"valid_x": torch.zeros(0, 3), "valid_y": torch.zeros(0).long()}, "task 't' has no validation examples"),
+        ({"train_y": torch.tensor([0, 1, 0])}, r"are 4 inputs, but the labels have the shape \(3,\)"),
+        ({"train_y": torch.tensor([0, 1, 0, 1], dtype=torch.int32)}, "torch.int32, not torch.long: use y.long"),
+    ],
+)
+def test_a_trainer_looks_at_all_data_before_it_starts(change, said):
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    good = Task("first", 2, x, y, x, y, x, y)
+    model = MultiHead(nn.Sequential(nn.Linear(3, 8), nn.ReLU()), features=8)
+    with pytest.raises(ValueError, match=said):
+        Trainer(model, FineTune(model), (good, replace(good, name="t", **change)), TrainingConfig(epochs=1), seed=0)
+
+
+def test_inputs_that_are_not_finite_are_named_where_the_nodes_are_looked_for():
+    model = MultiHead(nn.Sequential(nn.Linear(3, 8), nn.ReLU()), features=8)
+    model.add_head("t", 2)
+    method = AGSCL(model)
+    method.begin_task("t", torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match="Some inputs are infinite or NaN"):
+        model(torch.tensor([[math.nan, 0.0, 0.0]]), "t")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "said"),
+    [
+        (torch.zeros(0, 3), [], {}, "there are no examples"),
+        (torch.full((4, 3), 1e300, dtype=torch.float64), [0, 0, 1, 1], {}, "infinite or NaN, as float32"),
+        (torch.zeros(4, 3), [0.0, 1.0, math.nan, 1.0], {}, "1 of the labels are NaN"),
+        (
+            torch.zeros(4, 3),
+            [0, 1, 0, 1],
+            {"by": [0.0, math.nan, 0.0, math.nan]},
+            "2 of the values that say which task",
+        ),
+        (torch.zeros(4, 3), [0, 1, 0, 1], {"test_by": [0, 1]}, "no test_by"),
+    ],
+)
+def test_tensors_that_make_no_tasks_say_why(x, y, options, said):
+    with pytest.raises(ValueError, match=said):
+        tasks.from_tensors(x, y, **options)
+
+
+def test_tensors_that_ask_for_gradients_are_taken_as_they_are():
+    x = torch.randn(40, 3, requires_grad=True)
+    (task,) = tasks.from_tensors(x, [0, 1] * 20)
+    assert not task.train_x.requires_grad

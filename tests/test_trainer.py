@@ -304,8 +304,8 @@ def test_a_run_begun_with_plain_steps_goes_on_with_captured_ones():
 
 def test_captured_steps_stop_at_a_loss_that_is_not_a_number():
     broken = make_task("second", 1)
-    broken.train_x[3] = float("nan")
     trainer = make_trainer(FineTune, replace(QUICK, engine="captured"), tasks=(TASKS[0], broken))
+    broken.train_x[3] = float("nan")  # since it was looked over
     with pytest.raises(TrainingFailed, match=r"task 2 \(second\), epoch 1; a lower learning rate"):
         outcome(trainer)
 
@@ -384,8 +384,8 @@ def test_accuracies_are_measured_on_every_task_learned_so_far():
 
 def test_a_loss_that_is_not_a_number_stops_training_and_names_the_place():
     broken = make_task("second", 1)
-    broken.train_x[3] = float("nan")
     trainer = make_trainer(FineTune, tasks=(TASKS[0], broken))
+    broken.train_x[3] = float("nan")  # since it was looked over
     with pytest.raises(TrainingFailed, match=r"task 2 \(second\), epoch 1; a lower learning rate"):
         outcome(trainer)
 

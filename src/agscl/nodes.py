@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from agscl.heads import HeadPlace, Heads, MultiHead
 from agscl.probing import LAYERS, Claim, Flow, NodeGraphError, Place, Probe, column_dim
@@ -112,6 +113,9 @@ class NodeGraph:
             if not model.heads:
                 raise ValueError("The model has no head yet: call model.add_head before building its NodeGraph.")
             arguments = (*arguments, self._tasks[-1] if self._tasks else list(model.heads)[-1])
+        given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not all(bool(leaf.isfinite().all()) for leaf in given):
+            raise ValueError("Some inputs are infinite or NaN: the nodes of a network cannot be found with them.")
         self._nodes: dict[str, nn.Module] = {}
         self._norms: dict[str, _BatchNorm] = {}
         self._later: list[str] = []  # heads of tasks that have not begun, where a function tells the heads

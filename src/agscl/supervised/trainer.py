@@ -122,6 +122,7 @@ class Trainer:
             check_name(task.name)
             if task.name in [other.name for other in tasks[:place]]:
                 raise ValueError(f"two tasks are called {task.name!r}")
+            task.check()
             if config.validates and task.valid_x is None:
                 raise ValueError(
                     f"task {task.name!r} has no validation split: set patience=None and restore_best=False"

@@ -379,7 +379,7 @@ def unreadable(source: Source, form: Form) -> list[str]:
         try:
             form.read(encoded)
         except Exception as error:  # Pillow raises many kinds
-            broken.append((row, str(error) or type(error).__name__))
+            broken.append((row, _reason(error)))
 
     _each(source, visit, f"checking {source.name}")
     return [f"{source.where(row)} cannot be decoded: {reason}" for row, reason in sorted(broken)]
@@ -401,13 +401,21 @@ def _from_each(
                 try:
                     array[place[row]] = read(encoded)
                 except Exception as error:  # Pillow raises many kinds
-                    raise DataMissing(f"{source.where(row)} cannot be decoded: {error}") from error
+                    raise DataMissing(f"{source.where(row)} cannot be decoded: {_reason(error)}") from error
 
         _each(source, visit, f"decoding {source.name}, once")
         return array
 
     identity = (source.identity, how, None if rows is None else rows.tobytes(), PIL.__version__)
     return cached(source.name, identity, source.state(), make)
+
+
+def _reason(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # it would name a place in memory
+        return "it is no picture, or of a kind that cannot be read"
+    return str(error) or type(error).__name__
 
 
 def _each(source: Source, visit: Callable[[int, bytes], None], what: str) -> None:

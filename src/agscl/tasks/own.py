@@ -170,6 +170,8 @@ def from_tensors(
         raise ValueError(f'by is "class", or a value for each example, not {by!r}')
     if not isinstance(by, str) and test is not None and test_by is None:
         raise ValueError("test_by must say to which task each test example belongs, since by does so for training")
+    if isinstance(by, str) and test_by is not None:
+        raise ValueError('with by="class" it is their classes that say to which task test examples belong: no test_by')
     learned = _checked(x, y, None if isinstance(by, str) else by)
     return _sequence(learned, None if test is None else _checked(*test, test_by), split)
 
@@ -178,14 +180,16 @@ def _checked(x: Tensor, y: Tensor | Sequence[Any], group: Tensor | Sequence[Any]
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.dtype == torch.uint8):
         what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"inputs are a tensor of floats, or of bytes (uint8) for pictures, not {what}")
+    x = x.detach().float() if x.is_floating_point() else x
     if x.is_floating_point() and not bool(x.isfinite().all()):
-        raise ValueError("some inputs are infinite or NaN")
+        raise ValueError("some inputs are infinite or NaN, as float32 at least")
     if x.dtype == torch.uint8 and (x.dim() != 4 or (x.shape[1] > 4 and x.shape[3] <= 4)):
         order = "x.permute(0, 3, 1, 2)" if x.dim() == 4 else "x[:, None] for grey ones" if x.dim() == 3 else "x.float()"
         raise ValueError(
             f"bytes are pictures (examples, channels, height, width); these have the shape {tuple(x.shape)}: {order}?"
         )
-    x = x.float() if x.is_floating_point() else x
+    if not len(x):
+        raise ValueError("there are no examples")
     part = _Part(x, np.asarray(y), None if group is None else np.asarray(group))
     for what, values in (("labels", part.label), ("values that say which task they belong to", part.group)):
         if values is not None and values.shape != (len(x),):
@@ -199,6 +203,8 @@ def _read(source: Source, by: str, size: int | None, channels: Literal[1, 3], la
         task = None if by == "class" else source.which(by, (), "tasks", "by")
     else:
         column, task = "label", {"class": None, "folder": "task"}.get(by, by)
+    if not len(source):
+        raise DataMissing(f"{source} has no rows")
     if size is None:
         found = np.unique(shapes(source), axis=0)
         if len(found) > 1 or found[0, 0] != found[0, 1]:
@@ -214,6 +220,10 @@ def _sequence(train: _Part, test: _Part | None, split: _Split) -> TaskSequence:
         raise ValueError(
             f"training examples are {kinds[0]}, test examples {kinds[1]}; pictures can be given a size=..."
         )
+    for part in (train,) if test is None else (train, test):
+        for what, each in (("labels", part.label), ("values that say which task they belong to", part.group)):
+            if each is not None and each.dtype.kind == "f" and bool(np.isnan(each).any()):
+                raise ValueError(f"{int(np.isnan(each).sum())} of the {what} are NaN")
     labels = in_order(train.label)
     learned = Examples(train.x, _places(train.label, labels, "class"))
     tested = learned if test is None else Examples(test.x, _places(test.label, labels, "class"))
@@ -274,7 +284,7 @@ def _places(values: Array, known: list[Any], what: str) -> Array:
 def _ends(labels: list[Any], names: Sequence[str], classes: Array) -> str:
     """The first and the last class of a task, as its name."""
     ends = [labels[classes[0]], labels[classes[-1]]]
-    return "-".join(str(names[end] if names and isinstance(end, int) else end) for end in ends)
+    return "-".join(str(names[end] if isinstance(end, int) and 0 <= end < len(names) else end) for end in ends)
 
 
 def _set_apart(y: Array, of: Array, labels: list[Any], split: _Split) -> Array:

@@ -49,6 +49,31 @@ class Task:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
+    def check(self) -> None:
+        """Raise where a part of the data cannot be learned from, or would give figures that mean nothing."""
+        parts = {
+            "training": (self.train_x, self.train_y),
+            "validation": (self.valid_x, self.valid_y),
+            "test": (self.test_x, self.test_y),
+        }
+        for part, (x, y) in parts.items():
+            if x is None or y is None:
+                continue
+            where = f"the {part} examples of task {self.name!r}"
+            if not len(x) or not len(y):
+                raise ValueError(f"task {self.name!r} has no {part} examples")
+            if y.shape != (len(x),):
+                raise ValueError(f"{where} are {len(x)} inputs, but the labels have the shape {tuple(y.shape)}")
+            if y.dtype != torch.long:
+                raise ValueError(f"labels of {where} are {y.dtype}, not torch.long: use y.long()")
+            if (low := int(y.min())) < 0 or int(y.max()) >= self.classes:
+                raise ValueError(
+                    f"labels of {where} go from {low} to {int(y.max())}; with {self.classes} classes they are 0 to "
+                    f"{self.classes - 1}"
+                )
+            if x.is_floating_point() and not bool(x.isfinite().all()):
+                raise ValueError(f"{where} have inputs that are infinite or NaN")
+
     def with_validation(self, share: float, seed: int) -> Task:
         """With this share of the training examples set apart for validation, drawn by the seed, if there are none."""
         if not share or self.valid_x is not None:
