@@ -142,7 +142,7 @@ def run(
         elif tensorboard:
             boards.append(Board(folder, config.training.epochs))  # with all that the log holds, this event too
 
-    with Run(folder) as current, _signals() as stopped, Progress(config) as progress:
+    with _gone_if_wrong(folder), Run(folder) as current, _signals() as stopped, Progress(config) as progress:
         if current.checkpoints.numbers():
             say(f"Continuing {folder}.")
         try:
@@ -720,6 +720,21 @@ def _resumable(runs: Path, name: str) -> Path:
     if not unfinished:
         raise WrongUse(f"there is no unfinished run in {runs}/")
     return max(unfinished, key=lambda log: log.stat().st_mtime).parent
+
+
+@contextlib.contextmanager
+def _gone_if_wrong(folder: Path) -> Iterator[None]:
+    """What was made for a run that cannot be, as its options or data are wrong, is removed again."""
+    from agscl.runs import Run, WrongOptions
+    from agscl.tasks import DataMissing
+
+    new = not folder.exists()
+    try:
+        yield
+    except (WrongOptions, DataMissing):
+        if new and not Run(folder).begun:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
