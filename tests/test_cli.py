@@ -860,3 +860,14 @@ def test_how_far_an_epoch_is_can_be_watched_and_is_not_logged(tmp_path, monkeypa
     assert len(set(steps)) > 10, "more than the ends of five epochs"
     logged = {event["event"] for event in read_events(tmp_path / "run" / "events.jsonl")}
     assert logged == {"task started", "epoch", "task ended"}
+
+
+def test_a_run_whose_configuration_was_lost_is_resumed_and_verified_by_its_checkpoint(tmp_path, capsys):
+    asked = ["run", "digits", "--epochs", "1", "--name", "a", "--runs", str(tmp_path)]
+    assert main(asked) == 0
+    for lost in ("result.json", "config.json"):
+        (tmp_path / "a" / lost).unlink()
+    assert main(["verify", "a", "--runs", str(tmp_path)]) == 0
+    assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 0
+    assert (tmp_path / "a" / "config.json").exists()
+    assert "Continuing" in capsys.readouterr().out

@@ -90,7 +90,6 @@ def run(
     from agscl.experiments.presets import PRESETS, RunConfig, check_device, configure
     from agscl.runs import Run, is_finished, read_result
     from agscl.runs.board import Board
-    from agscl.runs.folder import read_json
     from agscl.terminal import Progress, say, summary
 
     _check_numbers(checkpoint_every, threads)
@@ -104,7 +103,7 @@ def run(
         folder = runs / (name or _default_name(config, changed))
     else:
         folder = _resumable(runs, resume)
-        config = RunConfig.from_dict(read_json(folder / "config.json"))
+        config = RunConfig.from_dict(Run(folder).stored() or {})
         with _as_wrong_use():
             check_device(config.device)
         asked = {
@@ -704,8 +703,10 @@ def _named(name: str, device: str, changed: dict[str, Any]) -> str:
 
 
 def _existing(runs: Path, name: str) -> Path:
+    from agscl.runs import Run
+
     for folder in (runs / name, Path(name)):
-        if (folder / "config.json").is_file():
+        if (folder / "config.json").is_file() or Run(folder).begun:
             return folder
     known = sorted(path.parent.name for path in runs.glob("*/config.json"))
     there = f"There are: {', '.join(known)}" if known else "There is none; start one with: agscl run"

@@ -14,9 +14,8 @@ from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig, check_device
-from agscl.runs import Checkpoints, RunError, is_finished
+from agscl.runs import Checkpoints, Run, RunError, is_finished
 from agscl.runs.checkpoints import NotReadable
-from agscl.runs.folder import read_json
 from agscl.supervised.trainer import placed
 
 
@@ -28,7 +27,7 @@ def certificates_of(folder: Path) -> list[Path]:
 
 def verify_run(folder: Path) -> Verdict:
     """Check a run's certificates against the weights of its newest whole checkpoint; the last line is the verdict."""
-    config = RunConfig.from_dict(read_json(folder / "config.json"))
+    config = RunConfig.from_dict(Run(folder).stored() or {})
     if config.method == "joint":
         raise RunError(f"{folder} is of joint, where each task trains every head, so nothing is certified")
     checkpoints = Checkpoints(folder / "checkpoints")

@@ -107,7 +107,7 @@ class Run:
 
     def check(self, config: dict[str, Any]) -> None:
         """Make sure that what was trained here, if anything was, is a run of `config`."""
-        stored = self._stored() if self.begun else None
+        stored = self.stored() if self.begun else None
         if stored is None:
             return
         changed = sorted(differences(stored, json.loads(as_json(config))))
@@ -117,7 +117,7 @@ class Run:
                 "Give this one a --name of its own."
             )
 
-    def _stored(self) -> dict[str, Any] | None:
+    def stored(self) -> dict[str, Any] | None:
         """The configuration of what was trained here, from wherever it is still to be had."""
         if (path := self.folder / "config.json").exists():
             return read_json(path)
