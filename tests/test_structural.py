@@ -502,6 +502,26 @@ def test_gates_of_layers_that_run_again_to_go_backward_learn_the_same():
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_layers_that_run_again_to_go_backward_do_not_mind_a_look_at_an_old_task_meanwhile():
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = MultiHead(Repeated(True), features=32)
+        method = HAT(model, example_input=blobs(0)[0][0])
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        learn(method, optimizer, 0)
+        learn(method, optimizer, 1, steps=range(3), end=False)
+        optimizer.zero_grad()
+        x, y = blobs(1)[0]
+        loss = F.cross_entropy(model(x, "t1"), y)
+        if looks:
+            with torch.no_grad():
+                model(x, "t0")
+        loss.backward()
+        found.append(method.embedding.grad)
+    assert torch.equal(*found)
+
+
 def test_a_layer_called_outside_the_models_forward_pass_has_its_gates_too():
     method, model, optimizer = fresh(HAT)
     learn(method, optimizer, 0, steps=range(3), end=False)

@@ -27,6 +27,8 @@ from agscl.methods.batchnorm import KeptStatistics
 __all__ = ["HAT", "HATConfig"]
 
 BOUND = 6.0  # embeddings stay within ±6, where the compensated gradient is still alive
+Gates = tuple[Tensor, dict[str, Tensor]]
+"""All gates, and those of the columns of each layer of the trunk."""
 CLIP = 50.0  # cosh(s·e) is taken of at most this
 SHUT = 1e-12  # a gate below counts as 0: float32 cannot see it beside an open one, and subnormal numbers are slow
 
@@ -96,7 +98,8 @@ class HAT(NodeMethod):
         self._open: dict[str, tuple[nn.Module, nn.Parameter]] = {}  # layers that run with a gated weight, and their own
         self._columns: dict[str, Tensor] = {}
         self._all_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, one after the other
-        self._passing: tuple[Tensor, dict[str, Tensor]] | None = None  # gates of the forward pass, and by layer
+        self._passing: Gates | None = None  # of the forward pass under way
+        self._passed: Gates | None = None  # of the last one that may go backward
         self._met: set[str] = set()  # tasks whose heads have a gate
         self._shown: str | None = None  # the task of the forward pass under way
         self._figures: dict[str, Any] = {}
@@ -152,14 +155,14 @@ class HAT(NodeMethod):
                 self._met.add(task)
         self._shown = task
         self._passing = self._gates_by_layer()
+        if torch.is_grad_enabled():
+            self._passed = self._passing
 
     def _forget_call(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._watching:
-            self._shown = None
-            if not torch.is_grad_enabled():
-                self._passing = None
+            self._shown = self._passing = None
 
-    def _gates_by_layer(self) -> tuple[Tensor, dict[str, Tensor]] | None:
+    def _gates_by_layer(self) -> Gates | None:
         """All gates at once, which takes a fraction of the kernels of layer by layer."""
         if self._graph is None or (gates := self._gates_now()) is None:
             return None
@@ -169,9 +172,10 @@ class HAT(NodeMethod):
 
     def _gates_of(self, name: str) -> Tensor | None:
         """The gates of a layer's columns: those of the pass under way, or of one that is repeated to go backward."""
-        passing = self._shown is not None or torch._C._current_graph_task_id() != -1
-        if self._watching and passing and self._passing is not None:
-            gates, by_layer = self._passing
+        backward = torch._C._current_graph_task_id() != -1
+        known = self._passed if backward and self._passing is None else self._passing
+        if self._watching and known is not None:
+            gates, by_layer = known
             return by_layer[name] if name in by_layer else gates[self._columns[name]]
         return None if (now := self._gates_now()) is None else now[self._columns[name]]
 
@@ -303,7 +307,7 @@ class HAT(NodeMethod):
                     parameter.grad.mul_(factor)
 
     def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        self._passing = None
+        self._passed = None
         for parameter, factor, before in self._factors:
             part = _between(before, parameter, factor) if self.config.mask == "update" else parameter
             before.copy_(torch.where(factor == 0, before, part))  # in between alone a NaN would get through
@@ -417,7 +421,7 @@ class HAT(NodeMethod):
         super()._leave()
         for kept in self._kept:
             kept.close()
-        self.embedding, self._gradient, self._passing, self._moments = None, None, None, []
+        self.embedding, self._gradient, self._passed, self._moments = None, None, None, []
         self._factors, self._kept = [], []
 
     @contextmanager
@@ -463,7 +467,7 @@ class HAT(NodeMethod):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied with a model: not the gates of a pass that is still to go backward."""
-        return {**vars(self), "_passing": None}
+        return {**vars(self), "_passing": None, "_passed": None}
 
     def state_dict(self) -> dict[str, Any]:
         self._close_gates()
