@@ -27,10 +27,11 @@ from agscl.methods.batchnorm import KeptStatistics
 __all__ = ["HAT", "HATConfig"]
 
 BOUND = 6.0  # embeddings stay within ±6, where the compensated gradient is still alive
-Gates = tuple[Tensor, dict[str, Tensor]]
-"""All gates, and those of the columns of each layer of the trunk."""
 CLIP = 50.0  # cosh(s·e) is taken of at most this
 SHUT = 1e-12  # a gate below counts as 0: float32 cannot see it beside an open one, and subnormal numbers are slow
+
+Gates = tuple[Tensor, dict[str, Tensor]]
+"""All gates, and those of the columns of each layer of the trunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
