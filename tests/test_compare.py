@@ -322,6 +322,8 @@ def test_a_smaller_request_takes_nothing_from_what_is_stored(tmp_path, monkeypat
         "frozen": [0, 1],
         "finetune": [0, 1],
     }
+    Path("runs/c/older").mkdir()
+    Path("runs/c/older/result.json").write_text("{}")
     assert main([*asked, "l2", "--seeds", "1"]) == 0
     assert json.loads(stored.read_text()) == before
     assert main(["run", "digits", "--epochs", "1", "--name", "c"]) == 2

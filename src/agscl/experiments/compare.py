@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -199,10 +200,12 @@ def collect(jobs: Sequence[Job]) -> dict[str, Any]:
 
 def with_others(jobs: Sequence[Job], folder: Path) -> list[Job]:
     """These jobs, and all others that are finished in their folder; in the order of the paper's table."""
-    known = {job.folder for job in jobs}
-    others = [path.parent for path in sorted(folder.glob("*/result.json")) if path.parent not in known]
-    every = [*jobs, *(Job(RunConfig.from_dict(read_result(other)["config"]), other) for other in others)]
-    places = list(METHODS)
+    every, places = list(jobs), list(METHODS)
+    for path in sorted(folder.glob("*/result.json")):
+        if path.parent not in {job.folder for job in jobs}:
+            with contextlib.suppress(RunError):  # of another version, or damaged: it was not asked for
+                every.append(Job(RunConfig.from_dict(read_result(path.parent)["config"]), path.parent))
+    every = [job for job in every if job.config.method in places]
     return sorted(every, key=lambda job: (job.config.seed, places.index(job.config.method)))
 
 
