@@ -151,7 +151,10 @@ def finished(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> lis
     """What a search that was stopped has tried so far on all its seeds, the best first."""
     found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
     for path in sorted(folder.glob("*/result.json")):
-        result = read_result(path.parent)
+        try:
+            result = read_result(path.parent)
+        except RunError:  # damaged; who asks for it is told
+            continue
         if result["config"]["seed"] not in range(seed, seed + seeds):
             continue
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
