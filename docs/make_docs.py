@@ -389,6 +389,30 @@ def whole_runs(result: Result) -> str:
 
 
 @made_from("benchmarks/whole_cuda")
+def goals(result: Result) -> str:
+    """What was aimed at, what was reached, and what else was tried for it."""
+    whole, several = result["whole"]["seconds"], result["side_by_side"]["seconds"]
+    again = result["alone"]["again"]["process_seconds"]
+    lines = [
+        f"The goals were {ONE} s for one seed, from start to end, and {FIVE} s for five. One takes {whole:.1f} s where "
+        f"the process runs already and\n{again:.1f} s as a process of its own; five take {several:.1f} s."
+    ]
+    step, five = (load(f"benchmarks/tried/fused_relu_{name}_cuda") for name in ("fast", "whole"))
+    if step and five:
+        fastest = list(step["ways"].values())[-1]["ms_per_step"]
+        lines.append(
+            f"Convolutions that do their ReLU, with pictures laid out in powers of two, took {fastest:.2f} ms a step "
+            f"and {five['side_by_side']['seconds']:.1f} s\nfor five seeds (`results/benchmarks/tried/`, at "
+            f"{step['commit']}): too little gained to keep them."
+        )
+    return "\n".join(lines)
+
+
+ONE, FIVE = 20, 60
+"""Seconds that one seed and five seeds of `tinyimagenet32` were to take on an H200."""
+
+
+@made_from("benchmarks/whole_cuda")
 def one_run(result: Result) -> str:
     first, again = (run["process_seconds"] for run in result["alone"].values())
     return (
@@ -408,11 +432,13 @@ def several_runs(result: Result) -> str:
 def table_runs(result: Result) -> str:
     """How long runs of a comparison took."""
     seconds = {name: row["seconds"] for name, row in result["methods"].items()}
-    slow = seconds.pop("hat")
+    slow = seconds.pop("hat", None)
     quick = [each for some in seconds.values() for each in some]
+    if not slow or not quick:
+        return ""
     return (
         f"In the table of `tinyimagenet32` a run took {min(quick):.0f} to {max(quick):.0f} s, one of HAT "
-        f"{min(slow):.0f} to {max(slow):.0f} s, on a GPU that was busy with up to\nfourteen others."
+        f"{min(slow):.0f} to {max(slow):.0f} s, on a GPU\nthat other runs shared."
     )
 
 
@@ -545,6 +571,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "authors": authors,
     "fast": fast,
     "whole-runs": whole_runs,
+    "goals": goals,
     "one-run": one_run,
     "several-runs": several_runs,
     "one-seed": one_seed,

@@ -489,13 +489,16 @@ class Repeated(nn.Module):
         return checkpoint(self.layers[2:], x, use_reentrant=False) if self.repeats else self.layers[2:](x)
 
 
+def repeated(repeats):
+    torch.manual_seed(0)
+    model = MultiHead(Repeated(repeats), features=32)
+    return HAT(model, example_input=blobs(0)[0][0]), model, OPTIMIZERS["adam"](model.parameters())
+
+
 def test_gates_of_layers_that_run_again_to_go_backward_learn_the_same():
     found = []
     for repeats in (False, True):
-        torch.manual_seed(0)
-        model = MultiHead(Repeated(repeats), features=32)
-        method = HAT(model, example_input=blobs(0)[0][0])
-        optimizer = OPTIMIZERS["adam"](model.parameters())
+        method, model, optimizer = repeated(repeats)
         for number in range(2):
             learn(method, optimizer, number)
         found.append([*method.embeddings.values(), *model.state_dict().values()])
@@ -505,10 +508,7 @@ def test_gates_of_layers_that_run_again_to_go_backward_learn_the_same():
 def test_layers_that_run_again_to_go_backward_do_not_mind_a_look_at_an_old_task_meanwhile():
     found = []
     for looks in (False, True):
-        torch.manual_seed(0)
-        model = MultiHead(Repeated(True), features=32)
-        method = HAT(model, example_input=blobs(0)[0][0])
-        optimizer = OPTIMIZERS["adam"](model.parameters())
+        method, model, optimizer = repeated(True)
         learn(method, optimizer, 0)
         learn(method, optimizer, 1, steps=range(3), end=False)
         optimizer.zero_grad()

@@ -218,8 +218,8 @@ def compare(
 
     with _as_wrong_use():
         table = preset_called(preset)
-        wanted = ",".join(table.compared if methods is None else METHODS if methods == "all" else [methods])
-        names = [each for each in wanted.split(",") if listed(each)]
+        every = list(METHODS) if methods == "all" else list(table.compared or table.methods)
+        names = every if methods in (None, "all") else [each for each in methods.split(",") if listed(each)]
     seeds = table.seeds if seeds is None else seeds
     common, own = _settings_for([*dict.fromkeys([*names, REFERENCE])], set)
     changed = _once(_given(epochs=epochs, batch_size=batch_size, lr=lr), common, _speed(device, fast))

@@ -40,6 +40,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
 
 
+def update(path: Path, data: bytes) -> None:
+    """As `write_atomically`, but for a file that holds `data` already: that is not touched."""
+    if not path.exists() or path.read_bytes() != data:
+        write_atomically(path, data)
+
+
 def flush_folder(folder: Path) -> None:
     if os.name == "nt":  # a folder cannot be opened there, and a rename needs no flush
         return

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from agscl.analysis import metrics
-from agscl.experiments.execute import DIVERGED, Interrupted, execute
+from agscl.experiments.execute import Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
-from agscl.files import as_json, write_atomically
+from agscl.files import as_json, update
 from agscl.methods.base import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished, read_result
 from agscl.runs.events import last_event
-from agscl.runs.folder import read_json
+from agscl.runs.folder import DIVERGED, read_json
 from agscl.tasks import DataMissing
 
 MEASURES = ("average_accuracy", "plasticity", "stability", "forgetting")
@@ -221,9 +221,7 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
 
 def store(folder: Path, preset: str, compared: dict[str, Any], missing: Mapping[str, str]) -> Path:
     path = folder / "comparison.json"
-    content = as_json({"preset": preset, "methods": compared, "missing": dict(missing)})
-    if not path.exists() or path.read_bytes() != content:
-        write_atomically(path, content)
+    update(path, as_json({"preset": preset, "methods": compared, "missing": dict(missing)}))
     return path
 
 

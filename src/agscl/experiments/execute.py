@@ -25,13 +25,11 @@ from agscl.methods.base import Method, NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
 from agscl.runs import DifferentConfig, Run, RunError, WrongOptions, digest
-from agscl.runs.folder import read_json
+from agscl.runs.folder import DIVERGED, read_json
 from agscl.supervised import CompileFailed, Trainer, TrainingFailed
 from agscl.supervised.trainer import Event, mixed_seed
 from agscl.tasks import TaskSequence
 
-DIVERGED = "diverged.json"
-"""In a run's folder where training became infinite or NaN, as it would again."""
 SPACING = 20.0
 """A checkpoint comes no sooner than so many times what the last one took to write: a twentieth of the time at most."""
 SHOWN = 0.5

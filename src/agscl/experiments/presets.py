@@ -40,10 +40,6 @@ class Preset:
     seeds: int = 5
     """The seeds of its table."""
 
-    def __post_init__(self) -> None:
-        if not self.compared:
-            object.__setattr__(self, "compared", tuple(self.methods))
-
 
 LOOP = TrainingConfig(epochs=100, batch_size=256, lr=1e-3, patience=5, factor=3.0, restore_best=True)
 """The paper's loop for every set but CUB-200."""

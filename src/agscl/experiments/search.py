@@ -13,7 +13,7 @@ from agscl.experiments.compare import Job
 from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
-from agscl.files import as_json, write_atomically
+from agscl.files import as_json, update
 from agscl.runs import RunError, read_result
 
 SEED = 1000
@@ -141,9 +141,7 @@ def search(
             "tried": [vars(one) for one in _best_first([*order, *before])],
         }
     )
-    path = folder / "search.json"
-    if not path.exists() or path.read_bytes() != content:
-        write_atomically(path, content)
+    update(folder / "search.json", content)
     return order
 
 

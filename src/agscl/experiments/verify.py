@@ -14,8 +14,7 @@ from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig, check_device
-from agscl.runs import Checkpoints, Run, RunError, is_finished
-from agscl.runs.checkpoints import NotReadable
+from agscl.runs import Run, RunError, is_finished
 from agscl.supervised.trainer import placed
 
 
@@ -27,14 +26,11 @@ def certificates_of(folder: Path) -> list[Path]:
 
 def verify_run(folder: Path) -> Verdict:
     """Check a run's certificates against the weights of its newest whole checkpoint; the last line is the verdict."""
-    config = RunConfig.from_dict(Run(folder).stored() or {})
+    run = Run(folder)
+    config = RunConfig.from_dict(run.stored() or {})
     if config.method == "joint":
         raise RunError(f"{folder} is of joint, where each task trains every head, so nothing is certified")
-    checkpoints = Checkpoints(folder / "checkpoints")
-    try:
-        state = checkpoints.load()
-    except NotReadable as error:
-        raise RunError(f"the weights of {folder} cannot be read: {error}") from error
+    state = run.newest()
     if state is None:
         raise RunError(f"{folder} holds no checkpoint that is whole, so there are no weights to check")
     trained = state["trainer"]
@@ -59,7 +55,9 @@ def verify_run(folder: Path) -> Verdict:
     lines = [line for line in found.lines if line not in failed]
     if not certificates[-1].layout.size:
         lines = [f"{learned} heads checked; {certificates[-1].method} promises nothing about the nodes"]
-    failed += [f"FAILED: checkpoint {number} is damaged: {reason}" for number, reason in checkpoints.damaged.items()]
+    failed += [
+        f"FAILED: checkpoint {number} is damaged: {reason}" for number, reason in run.checkpoints.damaged.items()
+    ]
     if is_finished(folder) and len(paths) > learned:
         failed.append(f"FAILED: the weights after the last {len(paths) - learned} of {len(paths)} tasks are lost")
     seen, wrong = _outputs(config, certificates, trained)

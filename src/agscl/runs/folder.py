@@ -18,7 +18,9 @@ class RunError(Exception):
     """A run cannot go on; the message says what happened and what to do."""
 
 
-OWN = ("config.json", "data.json", "environment.json", "diverged.json")
+DIVERGED = "diverged.json"
+"""In a run's folder where training became infinite or NaN, as it would again."""
+OWN = ("config.json", "data.json", "environment.json", DIVERGED)
 """What a run stores beside its checkpoints before it is finished."""
 RESULT = ("config", "tasks", "methods", "environment", "seconds")
 """What result.json says."""
@@ -123,7 +125,7 @@ class Run:
             return read_json(path)
         if is_finished(self.folder):
             return read_json(self.folder / "result.json").get("config")
-        text = (self._checkpoint() or {}).get("config")
+        text = (self.newest() or {}).get("config")
         return None if text is None else json.loads(text)
 
     def store(self, name: str, content: dict[str, Any]) -> None:
@@ -143,13 +145,14 @@ class Run:
 
     def load(self) -> dict[str, Any] | None:
         """The newest whole checkpoint; the event log is cut back to where it stood then."""
-        state = self._checkpoint()
+        state = self.newest()
         with self.writing():
             self.events.cut(state["events"] if state else 0)
             flush_folder(self.folder)
         return state
 
-    def _checkpoint(self) -> dict[str, Any] | None:
+    def newest(self) -> dict[str, Any] | None:
+        """What the newest whole checkpoint holds."""
         try:
             return self.checkpoints.load()
         except NotReadable as error:
