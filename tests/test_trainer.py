@@ -6,6 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from agscl import EWC, SI, PackNet, Together
@@ -445,7 +448,7 @@ def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(
     trunk = nn.Sequential(nn.Conv2d(channels, 5, 3, padding=padding), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Flatten())
     trunk.double().to(memory_format=torch.channels_last)
     x = torch.randn(6, channels, 8, 9, dtype=torch.double).contiguous(memory_format=torch.channels_last)
-    compiled = Compiled(trunk, products=True)
+    compiled = Compiled(trunk, rearranged=True)
     assert compiled.narrow == [trunk[0]]
     found = []
     for context in (nullcontext(), compiled.in_use()):
@@ -475,7 +478,105 @@ def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(
 def test_convolutions_that_are_no_plain_product_stay_as_they_are(layer):
     from agscl.supervised.compiled import Compiled
 
-    assert Compiled(nn.Sequential(layer), products=True).narrow == []
+    assert Compiled(nn.Sequential(layer), rearranged=True).narrow == []
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, stride=2, padding=1), nn.MaxPool2d(2, ceil_mode=True)]
+)
+def test_a_compiled_trunk_takes_the_maximum_before_bias_and_relu_and_gives_the_same(monkeypatch, bias, pool):
+    from agscl.supervised.compiled import Compiled
+
+    names = []
+
+    def backend(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op != "placeholder")
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 8, 3, padding=1, bias=bias), nn.ReLU(), pool, nn.Conv2d(8, 6, 3, bias=bias), nn.ReLU()]
+    trunk = nn.Sequential(nn.Sequential(*layers), nn.MaxPool2d(2), nn.Flatten()).double()
+    x = torch.randn(6, 4, 9, 9, dtype=torch.double)
+    compiled = Compiled(trunk, rearranged=True)
+    assert compiled.chains == [trunk[0]]  # the second maximum is not of the same chain
+    found = []
+    for context in (nullcontext(), compiled.in_use()):
+        trunk.zero_grad()
+        with context:
+            output = trunk(x)
+        output.square().sum().backward()
+        found.append([output.detach(), *[parameter.grad for parameter in trunk.parameters()]])
+    for plain, rearranged in zip(*found, strict=True):
+        torch.testing.assert_close(rearranged, plain)
+    kinds = [
+        kind for name in names for kind in ("conv2d", "relu", "boolean_dispatch") if kind in name
+    ]  # max_pool2d is the last
+    assert kinds == ["conv2d", "boolean_dispatch", "relu", "conv2d", "relu", "boolean_dispatch"]
+    assert "forward" not in vars(trunk[0])
+
+
+@given(
+    st.integers(1, 3),
+    st.tuples(*[st.integers(1, 3)] * 4),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_the_largest_of_each_block_is_what_max_pooling_gives_bit_for_bit(size, shape, dtype, channels_last, seed):
+    from agscl.supervised.compiled import Largest
+
+    generator = torch.Generator().manual_seed(seed)
+    examples, channels, rows, columns = shape
+    x = torch.randint(-2, 3, (examples, channels, rows * size, columns * size), generator=generator)  # often equal
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    x[torch.rand(x.shape, generator=generator) < 0.05] = math.nan
+    x.requires_grad_()
+    plain, largest = F.max_pool2d(x, size), Largest.apply(x, size)
+    gradient = torch.randn(plain.shape, generator=generator).to(dtype)
+    torch.testing.assert_close(largest, plain, rtol=0, atol=0, equal_nan=True)
+    of_plain, of_largest = (torch.autograd.grad(output, x, gradient)[0] for output in (plain, largest))
+    assert torch.equal(of_largest, of_plain)
+
+
+def test_a_rearranged_trunk_is_compiled_once_for_all_its_copies(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    from agscl.networks.cifar import CifarTrunk
+    from agscl.supervised.compiled import Compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(3):
+        trunk = CifarTrunk()
+        compiled = Compiled(trunk, rearranged=True)
+        assert compiled.narrow == [trunk.conv[0]]
+        assert compiled.chains == [trunk.conv]
+        for _ in range(2):  # of each of two tasks, say
+            with compiled.in_use():
+                trunk(torch.zeros(2, 3, 32, 32))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Conv2d(4, 4, 3), nn.MaxPool2d(2), nn.ReLU()],
+        [nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)],
+        [nn.Conv2d(4, 4, 3), nn.LeakyReLU(), nn.MaxPool2d(2)],
+        [nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AvgPool2d(2)],
+        [nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True)],
+        [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2)],  # computed as a product
+    ],
+)
+def test_other_chains_of_layers_stay_as_they_are(layers):
+    from agscl.supervised.compiled import Compiled
+
+    assert Compiled(nn.Sequential(*layers), rearranged=True).chains == []
+    assert Compiled(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2)), rearranged=False).chains == []
 
 
 def test_where_only_some_tasks_have_a_validation_split_none_is_scored_on_it():
@@ -509,7 +610,7 @@ def test_a_forward_pass_that_a_user_gave_to_a_convolution_stays(monkeypatch):
     trunk = nn.Sequential(nn.Conv2d(1, 2, 3))
     own = lambda x: x.new_full((2,), 7.0)  # noqa: E731
     trunk[0].forward = own
-    compiled = Compiled(trunk, products=True)
+    compiled = Compiled(trunk, rearranged=True)
     with compiled.in_use(), compiled.in_use():
         assert trunk(torch.zeros(1, 1, 4, 4)).tolist() == [7, 7]
     assert trunk[0].forward is own

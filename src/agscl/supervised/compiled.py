@@ -24,14 +24,18 @@ class CompileFailed(RuntimeError):
 class Compiled:
     """The compiled call of a module, for all its copies of the same form.
 
-    On a GPU the convolution that reads the pictures is computed as a matrix product, on tensor cores: for so few
-    channels cuDNN chose none of its kernels that use them.
+    With `rearranged`, which is for a GPU, two things are computed otherwise, equal to rounding. The convolution that
+    reads the pictures becomes a matrix product, on tensor cores: for so few channels cuDNN chose none of its kernels
+    that use them. And where a convolution, a ReLU and a maximum over neighbours follow each other, the maximum is taken
+    first: bias and ReLU then see a quarter of the numbers, and so do their gradients.
     """
 
-    def __init__(self, module: nn.Module, products: bool) -> None:
+    def __init__(self, module: nn.Module, rearranged: bool) -> None:
         self.module = module
         self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False)
-        self.narrow = [part for part in module.modules() if products and _narrow(part)]
+        parts = list(module.modules()) if rearranged else []
+        self.narrow = [part for part in parts if _narrow(part)]
+        self.chains = [part for part in parts if type(part) is nn.Sequential and _pooling(part)]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -40,10 +44,11 @@ class Compiled:
         if hooked:
             yield
             return
-        narrow = [part for part in self.narrow if "forward" not in vars(part)]  # leave a user's own alone
+        other = {part: MethodType(as_product, part) for part in self.narrow if _as_made(part)}
+        other |= {part: MethodType(pooled_first, part) for part in self.chains if all(map(_as_made, part.modules()))}
         self.module._compiled_call_impl = self.call
-        for convolution in narrow:
-            convolution.forward = MethodType(as_product, convolution)
+        for part, forward in other.items():
+            part.forward = forward
         try:
             yield
         except Exception as error:
@@ -56,8 +61,8 @@ class Compiled:
             ) from error
         finally:
             self.module._compiled_call_impl = None
-            for convolution in narrow:
-                del convolution.forward
+            for part in other:
+                del part.forward
 
 
 def as_product(convolution: nn.Conv2d, x: Tensor) -> Tensor:
@@ -67,17 +72,91 @@ def as_product(convolution: nn.Conv2d, x: Tensor) -> Tensor:
     if x.requires_grad or x.dim() != 4:
         return F.conv2d(x, convolution.weight, convolution.bias, padding=padding)
     (height, width), (above, left) = convolution.kernel_size, padding
-    windows = F.pad(x, (left, left, above, above)).unfold(2, height, 1).unfold(3, width, 1)
+    wider, more = _to_power_of_two(width), _to_power_of_two(convolution.in_channels)
+    windows = F.pad(x, (left, left + wider, above, above, 0, more)).unfold(2, height, 1).unfold(3, width + wider, 1)
     columns = windows.permute(0, 2, 3, 4, 5, 1).flatten(3)  # as channels-last weights lie in memory
-    weight = convolution.weight.permute(0, 2, 3, 1).flatten(1)
+    weight = F.pad(convolution.weight, (0, wider, 0, 0, 0, more)).permute(0, 2, 3, 1).flatten(1)
     spare = (0, -weight.shape[1] % ALIGNED)
     return F.linear(F.pad(columns, spare), F.pad(weight, spare), convolution.bias).permute(0, 3, 1, 2)
+
+
+def _to_power_of_two(count: int) -> int:
+    """What is missing to the next power of two, by which places in memory are quickly divided."""
+    return (1 << (count - 1).bit_length()) - count
+
+
+def pooled_first(chain: nn.Sequential, x: Tensor) -> Tensor:
+    """What the chain gives of `x`. Adding a bias and ReLU keep the order of numbers, so the maximum may come first."""
+    layers, pooling = list(chain), _pooling(chain)
+    place = 0
+    while place < len(layers):
+        if place in pooling:
+            convolution, _, pool = layers[place : place + 3]
+            assert isinstance(convolution, nn.Conv2d)
+            x = pooled(pool, convolution._conv_forward(x, convolution.weight, None))  # type: ignore[arg-type]
+            if convolution.bias is not None:
+                x = x + convolution.bias.to(x.dtype)[:, None, None]
+            x = F.relu(x)
+            place += 3
+        else:
+            x = layers[place](x)
+            place += 1
+    return x
+
+
+def pooled(pool: nn.MaxPool2d, x: Tensor) -> Tensor:
+    size = pool.kernel_size if isinstance(pool.kernel_size, int) else 0
+    blocks = size == pool.stride and pool.padding == 0 and pool.dilation == 1 and not any(n % size for n in x.shape[2:])
+    return Largest.apply(x, size) if blocks and x.dim() == 4 else pool(x)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Largest(torch.autograd.Function):
+    """The largest number of each block of `size` × `size`, the first of them where several are.
+
+    As `F.max_pool2d`, compiled into less arithmetic than windows take that may overlap.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        largest = x[:, :, ::size, ::size]
+        which = torch.zeros_like(largest, dtype=torch.uint8)
+        for place in range(1, size * size):
+            value = x[:, :, place // size :: size, place % size :: size]
+            larger = (value > largest) | value.isnan()
+            largest, which = torch.where(larger, value, largest), torch.where(larger, place, which)
+        ctx.size = size
+        ctx.save_for_backward(which)
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (which,), size = ctx.saved_tensors, ctx.size
+        rows, columns = (torch.arange(size, device=which.device).view(shape) for shape in ((size, 1, 1, 1), (size, 1)))
+        which, gradient = (one.permute(0, 2, 3, 1)[:, :, None, :, None] for one in (which, gradient))  # channels last
+        spread = torch.where(which == rows * size + columns, gradient, 0)
+        return spread.flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2), None
+
+
+def _pooling(chain: nn.Sequential) -> tuple[int, ...]:
+    """The places of convolutions that a ReLU and then a maximum follow."""
+    places = []
+    for place in range(len(chain) - 2):
+        layers = list(chain)[place : place + 3]
+        kinds = tuple(type(layer) for layer in layers) == (nn.Conv2d, nn.ReLU, nn.MaxPool2d)
+        if kinds and not _narrow(layers[0]) and not layers[2].return_indices:
+            places.append(place)
+    return tuple(places)
+
+
+def _as_made(module: nn.Module) -> bool:
+    """Whether a module computes as its class does: a forward pass that a user gave it is left alone."""
+    return "forward" not in vars(module)
 
 
 def _narrow(module: nn.Module) -> bool:
     return (
         type(module) is nn.Conv2d
-        and module.weight[0].numel() <= NARROW
+        and module.weight.shape[1:].numel() <= NARROW
         and module.stride == module.dilation == (1, 1)
         and module.groups == 1
         and module.padding_mode == "zeros"

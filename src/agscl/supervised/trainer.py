@@ -141,7 +141,7 @@ class Trainer:
         automatic = config.engine == "auto" and self.device.type == "cuda" and capturable
         self.captures = config.engine == "captured" or automatic
         self._captured: Captured | None = None  # of the task under way
-        self._compiled = Compiled(model.trunk, products=self.device.type == "cuda") if config.compile else None
+        self._compiled = Compiled(model.trunk, rearranged=self.device.type == "cuda") if config.compile else None
         self._moved: dict[int, Task] = {}
 
         self.task_index = 0
