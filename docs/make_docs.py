@@ -390,22 +390,13 @@ def whole_runs(result: Result) -> str:
 
 @made_from("benchmarks/whole_cuda")
 def goals(result: Result) -> str:
-    """What was aimed at, what was reached, and what else was tried for it."""
+    """What was aimed at and what was reached."""
     whole, several = result["whole"]["seconds"], result["side_by_side"]["seconds"]
     again = result["alone"]["again"]["process_seconds"]
-    lines = [
+    return (
         f"The goals were {ONE} s for one seed, from start to end, and {FIVE} s for five. One takes {whole:.1f} s where "
         f"the process runs already and\n{again:.1f} s as a process of its own; five take {several:.1f} s."
-    ]
-    step, five = (load(f"benchmarks/tried/fused_relu_{name}_cuda") for name in ("fast", "whole"))
-    if step and five:
-        fastest = list(step["ways"].values())[-1]["ms_per_step"]
-        lines.append(
-            f"Convolutions that do their ReLU, with pictures laid out in powers of two, took {fastest:.2f} ms a step "
-            f"and {five['side_by_side']['seconds']:.1f} s\nfor five seeds (`results/benchmarks/tried/`, at "
-            f"{step['commit']}): too little gained to keep them."
-        )
-    return "\n".join(lines)
+    )
 
 
 ONE, FIVE = 20, 60

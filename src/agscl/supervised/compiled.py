@@ -72,6 +72,8 @@ def as_product(convolution: nn.Conv2d, x: Tensor) -> Tensor:
     if x.requires_grad or x.dim() != 4:
         return F.conv2d(x, convolution.weight, convolution.bias, padding=padding)
     (height, width), (above, left) = convolution.kernel_size, padding
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # before each number is written many times over
     wider, more = _to_power_of_two(width), _to_power_of_two(convolution.in_channels)
     windows = F.pad(x, (left, left + wider, above, above, 0, more)).unfold(2, height, 1).unfold(3, width + wider, 1)
     columns = windows.permute(0, 2, 3, 4, 5, 1).flatten(3)  # as channels-last weights lie in memory
