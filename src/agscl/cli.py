@@ -1,4 +1,4 @@
-"""The command `agscl`: run, compare, search, verify, inspect, methods, data.
+"""The command `agscl`: run, compare, search, study, verify, inspect, methods, data.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by a signal.
 """
@@ -328,6 +328,79 @@ def search(
     return DONE
 
 
+def study(
+    study: Annotated[str, _shown("STUDY")],
+    preset: Annotated[str, _shown("PRESET")] = "digits",
+    /,
+    *,
+    seeds: Annotated[int, _shown("N")] = 1,
+    jobs: Annotated[int | None, _shown("N", "(default: one per core)")] = None,
+    name: Annotated[str | None, _shown("NAME", "(default: made from preset and changes)")] = None,
+    epochs: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    set: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
+    tasks: Annotated[str | None, _shown("NAME", "(default: the preset's)")] = None,
+    task_options: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
+    device: Annotated[str, _shown("DEVICE")] = "cpu",
+    fast: bool = False,
+    runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
+    checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
+) -> int:
+    """Look into AGS-CL as the paper does: what each of its parts is for.
+
+    The same command goes on where it was stopped; studies of a preset share their runs.
+
+    Args:
+        study: reinit (without its two re-initialisations: sparsity, used capacity), tradeoff (plasticity and stability
+            over λ, MAS and EWC beside it), rho (ρ from 0.1 to 0.5), prox (without proximal steps) or aopc (do
+            importances tell which nodes matter?).
+        preset: The experiment, as for agscl run.
+        seeds: How many seeds: 0, 1, 2, …
+        jobs: Runs at a time; each takes one thread.
+        name: The folder of the studies' runs under --runs.
+        epochs: Epochs per task.
+        set: Settings of training for all, e.g. --set patience=5.
+        tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
+        task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
+        device: Where to train, e.g. cpu or cuda.
+        fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
+        runs: The folder that holds all runs.
+        checkpoint_every: Seconds between two checkpoints of a run.
+    """
+    from agscl.experiments import studies
+    from agscl.experiments.execute import Interrupted
+    from agscl.experiments.methods import REFERENCE
+    from agscl.terminal import perturbed, say, studied
+
+    with _as_wrong_use():
+        changed = _once(_given(epochs=epochs), _settings(REFERENCE, set), _speed(device, fast))
+        changed |= _tasks(tasks, task_options)
+    folder = runs / (name or _named(f"study-{preset}", device, changed))
+    _check_group(folder, runs, "study")
+    if seeds < 1:
+        raise WrongUse("--seeds must be at least 1")
+    with _as_wrong_use():
+        lines = studies.plan(preset, study, seeds, folder, device=device, **changed)
+    plan = [job for line in lines for job in line.jobs]
+    finished = sum(job.finished for job in plan)
+    if finished:
+        say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
+    try:
+        failed = _side_by_side(plan, jobs, checkpoint_every)
+    except Interrupted:
+        say("Stopped; checkpoints are stored. The same command continues.")
+        return STOPPED
+    if study == "aopc":
+        content = studies.perturbations(folder, [job for job in plan if job.finished], say)
+        perturbed(content["seeds"])
+    else:
+        studied(studies.collect(lines))
+        content = {"lines": studies.collect(studies.with_others(lines, folder))}
+    for job, reason in failed.items():
+        say(f"FAILED {job}: {reason}")
+    say(f"\nstored in {studies.store(folder, preset, study, content, failed)}")
+    return FAILED if failed else DONE
+
+
 def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float) -> dict[str, str]:
     """Run jobs, several at a time, and show how far they are; returns why some failed."""
     from agscl.experiments import compare as comparing
@@ -363,7 +436,7 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
                 failed[str(job)] = how.failed
                 progress.ended(job, "failed")
                 return
-            if job.tried:
+            if job.config.hold_out:  # of a search
                 progress.ended(job, f"average validation accuracy {percent(searching.judge(job) or 0.0)}")
                 return
             result = read_result(job.folder)
@@ -538,6 +611,7 @@ def main(arguments: list[str] | None = None) -> int:
         "run": run,
         "compare": compare,
         "search": search,
+        "study": study,
         "verify": verify,
         "inspect": inspect,
         "methods": methods,

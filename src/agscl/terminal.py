@@ -167,6 +167,50 @@ def searched(tried: Sequence[Tried]) -> None:
     console.print(table)
 
 
+def studied(lines: Sequence[Mapping[str, Any]]) -> None:
+    """The end of `agscl study`: a line for each form, sparsity and used capacity as they were after the last task."""
+    seeds = max((len(line["seeds"]) for line in lines), default=0)
+    title = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    nodes = any("sparsity" in line["curves"] for line in lines)
+    columns = ["", "average acc., %", "plasticity", "stability", *(["sparsity, %", "used, %"] if nodes else [])]
+    table = _table(title, *columns)
+    table.padding = (0, 1, 0, 0)
+    for line in lines:
+        last = [line["curves"].get(figure, [None])[-1] for figure in ("sparsity", "used_capacity")]
+        table.add_row(
+            line["label"],
+            _spread(line["average_accuracy"], 100, 1),
+            _spread(line["plasticity"], 1, 2),
+            _spread(line["stability"], 1, 2),
+            *["–" if share is None else f"{100 * share:.0f}" for share in last if nodes],
+        )
+    console.print()
+    console.print(table)
+
+
+def perturbed(seeds: Mapping[str, Any]) -> None:
+    """The end of `agscl study aopc`: the area over the curve when this share of the nodes had been taken away."""
+    shares = (0.1, 0.25, 0.5, 1.0)
+    table = _table(
+        "Accuracy lost in points, on average up to so many nodes taken away (AOPC)",
+        "after task",
+        "seed",
+        "order",
+        *[f"{100 * share:.0f} %" for share in shares],
+    )
+    for seed, of_seed in seeds.items():
+        for after, curves in of_seed.items():
+            ends = [_nearest(curves["pruned"], share) for share in shares]
+            for order, aopc in curves["aopc"].items():
+                table.add_row(after, seed, order, *[f"{100 * aopc[end]:.1f}" for end in ends])
+    console.print()
+    console.print(table)
+
+
+def _nearest(pruned: Sequence[int], share: float) -> int:
+    return min(range(len(pruned)), key=lambda place: abs(pruned[place] - share * pruned[-1]))
+
+
 def _spread(measured: Mapping[str, Any], scale: float, digits: int) -> str:
     mean, deviation = measured["mean"], measured["deviation"]
     if mean is None:

@@ -41,8 +41,8 @@ class Job:
 
     config: RunConfig
     folder: Path
-    tried: str = ""
-    """In a search: the settings, for a person."""
+    label: str = ""
+    """What it is, for a person; else its method and seed."""
 
     @property
     def finished(self) -> bool:
@@ -63,7 +63,7 @@ class Job:
         return event["progress"] if event else 0.0
 
     def __str__(self) -> str:
-        return self.tried or f"{METHODS[self.config.method].title}, seed {self.config.seed}"
+        return self.label or f"{METHODS[self.config.method].title}, seed {self.config.seed}"
 
 
 @dataclass
@@ -183,7 +183,7 @@ def collect(jobs: Sequence[Job]) -> dict[str, Any]:
         if not mine:
             continue
         values = [
-            _measures(result["methods"][name], results.get((REFERENCE, seed), {}).get("methods"))
+            measures(result["methods"][name], results.get((REFERENCE, seed), {}).get("methods"))
             for seed, result in mine.items()
         ]
         first = next(iter(mine.values()))
@@ -225,7 +225,8 @@ def store(folder: Path, preset: str, compared: dict[str, Any], missing: Mapping[
     return path
 
 
-def _measures(outcome: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, float | None]:
+def measures(outcome: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, float | None]:
+    """Those of one run; plasticity against that of fine-tuning on the same seed, where it is known."""
     found = {measure: outcome[measure] for measure in MEASURES}
     if reference is not None:
         found["plasticity"] = metrics.plasticity(outcome["accuracies"], reference[REFERENCE]["accuracies"])

@@ -365,9 +365,9 @@ class Trainer:
         self.check()
         self._optimizer, self._best_weights = None, None
 
-        self.accuracies.append(self._accuracies(valid=False))
+        self.accuracies.append(self._accuracies(self.task_index + 1))
         if all(task.valid_x is not None for task in self.tasks):
-            self.valid_accuracies.append(self._accuracies(valid=True))
+            self.valid_accuracies.append(self._accuracies(self.task_index + 1, valid=True))
         self.statistics.append(self.method.statistics())
         self.emit(
             {
@@ -408,10 +408,13 @@ class Trainer:
                 total += len(y) * self._loss_of(task.inputs(x), y, task.name)
         return total / len(task.valid_y)
 
-    def _accuracies(self, valid: bool) -> list[float]:
-        """On every task learned so far, on its test examples or those for validation."""
-        learned = [self.task_at(place) for place in range(self.task_index + 1)]
-        hits = torch.stack([self._hit_rate(task, valid) for task in learned])
+    def test_accuracies(self) -> list[float]:
+        """Of the model as it is now, on each task that has been learned."""
+        return self._accuracies(self.task_index)
+
+    def _accuracies(self, learned: int, valid: bool = False) -> list[float]:
+        """On so many tasks, on their test examples or those for validation."""
+        hits = torch.stack([self._hit_rate(self.task_at(place), valid) for place in range(learned)])
         return hits.tolist()
 
     def _hit_rate(self, task: Task, valid: bool) -> Tensor:

@@ -1,0 +1,74 @@
+"""Whether importances tell which nodes matter: accuracy while nodes are taken away, in the order of importance.
+
+A node is taken away by setting its incoming weights to 0, bias and BatchNorm's scale and shift included, so that it
+gives 0 to all who read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agscl.nodes import NodeGraph
+
+STEPS = 50
+"""In how many steps all nodes are taken away."""
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """What was left of a score after so many nodes had been taken away; the first is the score with all of them."""
+
+    pruned: list[int]
+    scores: list[float]
+
+    @property
+    def aopc(self) -> list[float]:
+        """The area over the curve up to each of its points: the mean of all that was lost, up to there."""
+        lost = [self.scores[0] - score for score in self.scores]
+        return [sum(lost[: end + 1]) / (end + 1) for end in range(len(lost))]
+
+
+def perturb(
+    graph: NodeGraph, order: Sequence[int] | Tensor, score: Callable[[], float], steps: int = STEPS
+) -> Perturbation:
+    """Take the nodes away in this order, in so many steps; the model is then as before.
+
+    >>> highest_first = method.omega.argsort(descending=True)
+    >>> perturb(method.graph, highest_first, lambda: accuracy(model)).aopc[-1]
+    """
+    groups = torch.as_tensor(order).cpu()
+    if sorted(groups.tolist()) != list(range(graph.size)):
+        raise ValueError(f"the order must name each of the {graph.size} nodes once")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    ends = sorted({round(graph.size * step / steps) for step in range(1, steps + 1)} - {0})
+    pruned, scores = [0], [score()]
+    with _kept(graph):
+        for end in ends:
+            _silence(graph, groups[pruned[-1] : end])
+            pruned.append(end)
+            scores.append(score())
+    return Perturbation(pruned, scores)
+
+
+@torch.no_grad()
+def _silence(graph: NodeGraph, groups: Tensor) -> None:
+    for _, parameter, of_rows in graph.parameters():
+        rows = torch.isin(of_rows.cpu(), groups).to(parameter.device)
+        parameter[rows] = 0
+
+
+@contextmanager
+def _kept(graph: NodeGraph) -> Iterator[None]:
+    before = [(parameter, parameter.detach().clone()) for _, parameter, _ in graph.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)

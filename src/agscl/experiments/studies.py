@@ -1,0 +1,217 @@
+"""The paper's analyses of AGS-CL: each a few forms of it, and what they are compared with, on a preset."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agscl.analysis import metrics
+from agscl.analysis.perturbation import Perturbation, perturb
+from agscl.arithmetic import arithmetic
+from agscl.experiments.compare import MEASURES, Job, measures, spread
+from agscl.experiments.execute import load_tasks, make_trainer
+from agscl.experiments.methods import METHODS, REFERENCE, listed
+from agscl.experiments.presets import RunConfig, configure
+from agscl.experiments.search import FACTORS
+from agscl.files import as_json, update
+from agscl.methods.agscl import AGSCL
+from agscl.runs import Run, RunError, read_result
+from agscl.runs.folder import read_json
+from agscl.supervised import Trainer
+from agscl.supervised.trainer import mixed_seed
+
+FORMS: dict[str, dict[str, Any]] = {
+    "AGS-CL": {},
+    "without (I.1)": {"zero_init": "off"},
+    "without (I.2)": {"rand_init": False},
+    "without both": {"zero_init": "off", "rand_init": False},
+}
+"""AGS-CL, and without its two re-initialisations: zeros for what free nodes give, fresh weights for some of them."""
+RHOS = (0.1, 0.2, 0.3, 0.4, 0.5)
+DRAWS = 5
+"""Random orders in which nodes are taken away."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a study."""
+
+    label: str
+    method: str
+    settings: Mapping[str, Any]
+    jobs: Sequence[Job] = ()
+    """A run for each seed."""
+
+    @property
+    def name(self) -> str:
+        """Of its runs: the same in every study that has them."""
+        return "-".join([self.method, *[f"{key}={value}" for key, value in self.settings.items()]])
+
+
+def _reinit(strength: Callable[[str], float]) -> list[Line]:
+    return [Line(label, "agscl", form) for label, form in FORMS.items()]
+
+
+def _tradeoff(strength: Callable[[str], float]) -> list[Line]:
+    lines = [(label, "agscl", form) for label, form in FORMS.items()]
+    lines += [(METHODS[name].title, name, {}) for name in ("mas", "ewc")]
+    return [
+        Line(f"{label}, λ {value:g}", method, {**form, "lam": value})
+        for label, method, form in lines
+        for value in sorted(float(f"{factor * strength(method):.3g}") for factor in FACTORS)
+    ]
+
+
+def _rho(strength: Callable[[str], float]) -> list[Line]:
+    return [*[Line(f"AGS-CL, ρ {rho:g}", "agscl", {"rho": rho}) for rho in RHOS], Line("MAS", "mas", {})]
+
+
+def _prox(strength: Callable[[str], float]) -> list[Line]:
+    return [Line("AGS-CL", "agscl", {}), Line("without proximal steps", "agscl", {"prox": False})]
+
+
+def _aopc(strength: Callable[[str], float]) -> list[Line]:
+    return [Line("AGS-CL", "agscl", {})]
+
+
+STUDIES: dict[str, Callable[[Callable[[str], float]], list[Line]]] = {
+    "reinit": _reinit,
+    "tradeoff": _tradeoff,
+    "rho": _rho,
+    "prox": _prox,
+    "aopc": _aopc,
+}
+
+
+def plan(preset: str, study: str, seeds: int, folder: Path, **changes: Any) -> list[Line]:
+    """The lines of a study with their runs; fine-tuning is one of them, since plasticity is measured against it."""
+    if study not in STUDIES:
+        raise ValueError(f"there is no study {study!r}. There are: {', '.join(STUDIES)}")
+
+    def strength(method: str) -> float:
+        settings = configure(preset, method=method, **changes).settings
+        value: float = listed(method).load().Config(**settings).lam
+        return value
+
+    def job(line: Line, seed: int) -> Job:
+        settings = {**changes, **line.settings}
+        config = configure(preset, method=line.method, seed=seed, reference=False, **settings)
+        return Job(config, folder / f"{line.name}-seed{seed}", f"{line.label}, seed {seed}")
+
+    reference = [] if study == "aopc" else [Line(METHODS[REFERENCE].title, REFERENCE, {})]
+    lines = [*reference, *STUDIES[study](strength)]
+    return [replace(line, jobs=[job(line, seed) for seed in range(seeds)]) for line in lines]
+
+
+def with_others(lines: Sequence[Line], folder: Path) -> list[Line]:
+    """The same lines with all seeds that are finished in the folder."""
+    found = []
+    for line in lines:
+        jobs = list(line.jobs)
+        for path in sorted(folder.glob(f"{line.name}-seed*/result.json")):
+            if path.parent not in {job.folder for job in jobs}:
+                with contextlib.suppress(RunError):  # of another version, or damaged: it was not asked for
+                    jobs.append(Job(RunConfig.from_dict(read_result(path.parent)["config"]), path.parent))
+        found.append(replace(line, jobs=sorted(jobs, key=lambda job: job.config.seed)))
+    return found
+
+
+def collect(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """What the finished runs came to, line by line; curves have a value for each task, the mean over seeds."""
+    results = [{job.config.seed: read_result(job.folder) for job in line.jobs if job.finished} for line in lines]
+    reference = next((of for line, of in zip(lines, results, strict=True) if line.method == REFERENCE), {})
+    collected = []
+    for line, of_line in zip(lines, results, strict=True):
+        if not of_line:
+            continue
+        outcomes = {seed: result["methods"][line.method] for seed, result in of_line.items()}
+        values = [measures(each, reference.get(seed, {}).get("methods")) for seed, each in outcomes.items()]
+        curves = {"average_accuracy": _mean_curve([_averages(each["accuracies"]) for each in outcomes.values()])}
+        for figure in ("sparsity", "used_capacity", "frozen"):
+            found = [[task.get(figure) for task in each["statistics"]] for each in outcomes.values()]
+            if all(value is not None for curve in found for value in curve):
+                curves[figure] = _mean_curve(found)
+        collected.append(
+            {
+                "label": line.label,
+                "method": line.method,
+                "settings": dict(line.settings),
+                "seeds": list(outcomes),
+                **{measure: spread([each[measure] for each in values]) for measure in MEASURES},
+                "curves": curves,
+            }
+        )
+    return collected
+
+
+def _averages(accuracies: metrics.Matrix) -> list[float]:
+    """The average accuracy after each task."""
+    return [metrics.average_accuracy(accuracies[: end + 1]) for end in range(len(accuracies))]
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.mean(values) for values in zip(*curves, strict=True)]
+
+
+# The area over the perturbation curve --------------------------------------------------------------------------------
+
+
+def perturbations(folder: Path, jobs: Sequence[Job], note: Callable[[str], None]) -> dict[str, Any]:
+    """How accuracy falls as nodes are taken away, seed by seed; what was measured before is not measured again."""
+    path = folder / "aopc.json"
+    known: dict[str, Any] = read_json(path, ". Remove it")["seeds"] if path.exists() else {}
+    for job in jobs:
+        if (seed := str(job.config.seed)) not in known:
+            known[seed] = _perturbed(job, note)
+    return {"seeds": known}
+
+
+def _perturbed(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
+    """After the first task of a finished run, and after all of them."""
+    config = job.config
+    sequence = load_tasks(config)
+    note(f"Learning the first task of seed {config.seed} once more, to look at the network before the second.")
+    with arithmetic(config.training.precision):
+        first = make_trainer(config, config.method, sequence[:1])
+        while first.advance():
+            pass
+        last = make_trainer(config, config.method, sequence)
+        state = Run(job.folder).newest()
+        if state is None or config.method not in state["finished"]:
+            raise RunError(
+                f"the last checkpoint of {job.folder} is gone or damaged: remove the folder, to run it again"
+            )
+        last.load_state_dict(state["trainer"])
+        return {str(trainer.task_index): _curves(trainer, config) for trainer in (first, last)}
+
+
+def _curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
+    method = trainer.method
+    assert isinstance(method, AGSCL)
+    generator = torch.Generator().manual_seed(mixed_seed(config.seed, trainer.task_index))
+    ascending = method.omega.cpu().argsort(stable=True)
+
+    def curve(order: torch.Tensor) -> Perturbation:
+        return perturb(method.graph, order, lambda: statistics.mean(trainer.test_accuracies()))
+
+    drawn = [curve(torch.randperm(len(ascending), generator=generator)) for _ in range(DRAWS)]
+    found = {"highest": curve(ascending.flip(0)), "lowest": curve(ascending)}
+    return {
+        "pruned": drawn[0].pruned,
+        "scores": {name: each.scores for name, each in found.items()}
+        | {"random": _mean_curve([each.scores for each in drawn])},
+        "aopc": {name: each.aopc for name, each in found.items()}
+        | {"random": _mean_curve([each.aopc for each in drawn])},
+    }
+
+
+def store(folder: Path, preset: str, study: str, content: Mapping[str, Any], missing: Mapping[str, str]) -> Path:
+    path = folder / f"{study}.json"
+    update(path, as_json({"preset": preset, "study": study, **content, "missing": dict(missing)}))
+    return path
