@@ -300,6 +300,44 @@ def variants(result: Result) -> str:
 
 
 SYMBOLS = {"lam": "λ", "mu": "μ", "rho": "ρ", "c": "c"}
+STUDIED = "digits"
+"""The preset whose studies are shown."""
+
+
+def study(result: Result) -> str:
+    """A line for each form; sparsity and used capacity after the second task and after the last."""
+    lines = [
+        "| | average accuracy, % | plasticity | stability | sparsity, % | used capacity, % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in result["lines"]:
+        measured = [_spread_of(line[key], scale, digits) for key, scale, digits in COLUMNS[:3]]
+        curves = [line["curves"].get(figure) for figure in ("sparsity", "used_capacity")]
+        shares = [f"{100 * curve[1]:.0f} → {100 * curve[-1]:.0f}" if curve else "–" for curve in curves]
+        lines.append(f"| {line['label']} | " + " | ".join([*measured, *shares]) + " |")
+    seeds = max(len(line["seeds"]) for line in result["lines"])
+    return "\n".join([*lines, "", f"Seeds 0 to {seeds - 1}. {source(result)}"])
+
+
+def areas(result: Result) -> str:
+    """What was lost on average until a tenth, a quarter, half and all of the nodes had been taken away."""
+    shares = (0.1, 0.25, 0.5, 1.0)
+    ends = " | ".join(f"{100 * share:.0f} %" for share in shares)
+    lines = [f"| after task | taken away first | {ends} |", "|---" * (len(shares) + 2) + "|"]
+    seeds = list(result["seeds"].values())
+    for after in seeds[0]:
+        for order in seeds[0][after]["aopc"]:
+            cells = []
+            for share in shares:
+                found = []
+                for each in seeds:
+                    pruned, aopc = each[after]["pruned"], each[after]["aopc"][order]
+                    place = min(range(len(pruned)), key=lambda at: abs(pruned[at] - share * pruned[-1]))
+                    found.append(aopc[place])
+                cells.append(_spread_of(spread_over(found), 100, 1))
+            lines.append(f"| {after} | {order} | " + " | ".join(cells) + " |")
+    note = f"Points of accuracy, mean over all tasks learned; {len(seeds)} seeds."
+    return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 
 def _spread_of(measured: dict[str, Any], scale: float, digits: int) -> str:
@@ -557,8 +595,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "five": made_from("five")(compared),
     "search-five": made_from("search/five")(search),
     "omniglot-plain": made_from("omniglot-plain")(compared),
+    "omniglot-plain-fast": made_from("omniglot-plain-fast")(compared),
     "beyond": made_from("beyond")(variants),
     "forms": made_from("forms")(variants),
+    **{f"study-{name}": made_from(f"studies/{STUDIED}-{name}")(study) for name in ("reinit", "rho", "prox")},
+    "study-aopc": made_from(f"studies/{STUDIED}-aopc")(areas),
     "authors": authors,
     "fast": fast,
     "whole-runs": whole_runs,
@@ -584,10 +625,6 @@ def filled(text: str) -> str:
 
 def draw() -> None:
     """Accuracy on every task after every task, fine-tuning and AGS-CL side by side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "agscl"
     import matplotlib.pyplot as plt
 
     result = load("digits")
@@ -615,6 +652,56 @@ def draw() -> None:
     figure.savefig(HOME / "docs" / "forgetting.svg", metadata={"Date": None})
 
 
+def draw_studies() -> None:
+    """The paper's analyses: capacity, trade-off, importances, and the forms of AGS-CL task by task."""
+    import matplotlib.pyplot as plt
+
+    studies = {name: load(f"studies/{STUDIED}-{name}") for name in ("reinit", "tradeoff", "aopc", "rho", "prox")}
+    if None in studies.values():
+        return
+    lines = {name: (found or {}).get("lines", []) for name, found in studies.items()}
+    figure, axes = plt.subplots(2, 2, figsize=(9, 7), layout="constrained")
+    capacity, tradeoff, aopc, forms = axes.flat
+
+    for line in lines["reinit"]:
+        if line["label"] in ("AGS-CL", "without both"):
+            style = "-" if line["label"] == "AGS-CL" else "--"
+            for key, color, what in (("sparsity", "C3", "sparsity"), ("used_capacity", "C0", "used capacity")):
+                curve = [100 * share for share in line["curves"][key]]
+                at = range(1, len(curve) + 1)
+                capacity.plot(at, curve, style, color=color, marker=".", label=f"{what}, {line['label']}")
+    capacity.set(title="Nodes, with and without re-initialisation", xlabel="after task", ylabel="%")
+
+    marks = {"AGS-CL": "*"}
+    for label in dict.fromkeys(line["label"].split(", λ")[0] for line in lines["tradeoff"][1:]):
+        mine = [line for line in lines["tradeoff"] if line["label"].startswith(f"{label}, λ")]
+        points = [[line[key]["mean"] for line in mine] for key in ("stability", "plasticity")]
+        tradeoff.plot(*points, marker=marks.get(label, "."), linestyle=":", label=label)
+    tradeoff.set(title="Over λ", xlabel="stability", ylabel="plasticity")
+
+    seeds = list((studies["aopc"] or {})["seeds"].values())
+    for color, after in zip(("C0", "C1"), seeds[0], strict=True):
+        for order, style in (("highest", "-"), ("random", ":"), ("lowest", "--")):
+            pruned = [100 * count / seeds[0][after]["pruned"][-1] for count in seeds[0][after]["pruned"]]
+            curves = zip(*[each[after]["aopc"][order] for each in seeds], strict=True)
+            mean = [100 * statistics.mean(values) for values in curves]
+            tasks = "task" if after == "1" else "tasks"
+            aopc.plot(pruned, mean, style, color=color, label=f"{order} first, after {after} {tasks}")
+    aopc.set(title="Accuracy lost, mean so far (AOPC)", xlabel="nodes taken away, %", ylabel="points")
+    aopc.set_ylim(top=1.5 * aopc.get_ylim()[1])  # room for the legend
+
+    for line in [*lines["rho"][1:], *lines["prox"][2:]]:
+        curve = [100 * share for share in line["curves"]["average_accuracy"]]
+        forms.plot(range(1, len(curve) + 1), curve, marker=".", label=line["label"])
+    forms.set(title="Average accuracy task by task", xlabel="after task", ylabel="%")
+    for axis in (capacity, forms):
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    for axis in axes.flat:
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.savefig(HOME / "docs" / "studies.svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
@@ -630,7 +717,12 @@ def main() -> None:
     if arguments.check and stale:
         sys.exit(f"out of date: {', '.join(stale)}; run make docs")
     if not arguments.check:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        matplotlib.rcParams["svg.hashsalt"] = "agscl"
         draw()
+        draw_studies()
 
 
 if __name__ == "__main__":
