@@ -138,7 +138,7 @@ class Captured:
             if trainer._best_weights is not None:
                 for name, value in trainer._trained(self.optimizer).items():
                     best = trainer._best_weights[name]
-                    torch.where(better, value, best, out=best)
+                    best.copy_(torch.where(better, value, best))
             if config.patience is not None:
                 self._drop_rate(self.stalled >= config.patience, config.factor)
         trainer._loss_sum.zero_()
@@ -147,9 +147,10 @@ class Captured:
     def _drop_rate(self, drop: Tensor, factor: float) -> None:
         self.stalled.masked_fill_(drop, 0)
         self.rate.copy_(torch.where(drop, self.rate / factor, self.rate))
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        if moments := [value for value in moments if isinstance(value, Tensor)]:
-            torch._foreach_mul_(moments, torch.where(drop, 0.0, 1.0))
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.masked_fill_(drop, 0)
         self.trainer.method.clear_moments(drop)
 
     # Capturing -------------------------------------------------------------------------------------------------------
