@@ -438,6 +438,19 @@ def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_no
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def assert_same_compiled(compiled, trunk, x):
+    """Output and gradients."""
+    found = []
+    for context in (nullcontext(), compiled.in_use()):
+        trunk.zero_grad()
+        with context:
+            output = trunk(x)
+        output.square().sum().backward()
+        found.append([output.detach(), *[parameter.grad for parameter in trunk.parameters()]])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain)
+
+
 @pytest.mark.parametrize(("channels", "padding"), [(3, 1), (1, 0), (2, (1, 0))])
 def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(monkeypatch, channels, padding):
     from agscl.supervised.compiled import Compiled
@@ -450,15 +463,7 @@ def test_a_compiled_trunks_first_convolution_gives_the_same_as_a_matrix_product(
     x = torch.randn(6, channels, 8, 9, dtype=torch.double).contiguous(memory_format=torch.channels_last)
     compiled = Compiled(trunk, rearranged=True)
     assert compiled.narrow == [trunk[0]]
-    found = []
-    for context in (nullcontext(), compiled.in_use()):
-        trunk.zero_grad()
-        with context:
-            output = trunk(x)
-        output.square().sum().backward()
-        found.append([output.detach(), *[parameter.grad for parameter in trunk.parameters()]])
-    for plain, product in zip(*found, strict=True):
-        torch.testing.assert_close(product, plain)
+    assert_same_compiled(compiled, trunk, x)
     assert "forward" not in vars(trunk[0])
     assert trunk._compiled_call_impl is None
 
@@ -502,15 +507,7 @@ def test_a_compiled_trunk_takes_the_maximum_before_bias_and_relu_and_gives_the_s
     x = torch.randn(6, 4, 9, 9, dtype=torch.double)
     compiled = Compiled(trunk, rearranged=True)
     assert compiled.chains == [trunk[0]]  # the second maximum is not of the same chain
-    found = []
-    for context in (nullcontext(), compiled.in_use()):
-        trunk.zero_grad()
-        with context:
-            output = trunk(x)
-        output.square().sum().backward()
-        found.append([output.detach(), *[parameter.grad for parameter in trunk.parameters()]])
-    for plain, rearranged in zip(*found, strict=True):
-        torch.testing.assert_close(rearranged, plain)
+    assert_same_compiled(compiled, trunk, x)
     kinds = [
         kind for name in names for kind in ("conv2d", "relu", "boolean_dispatch") if kind in name
     ]  # max_pool2d is the last
