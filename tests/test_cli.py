@@ -789,6 +789,12 @@ def test_a_run_begun_on_a_device_that_is_not_here_is_not_resumed(tmp_path, capsy
     assert "device 'cuda:77' is not to be had here" in capsys.readouterr().err
 
 
+def test_a_device_that_computes_nothing_is_wrong_use(tmp_path, capsys):
+    assert main(["run", "digits", "--device", "meta", "--runs", str(tmp_path)]) == 2
+    assert "use cpu or cuda" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_that_changed_is_noticed_where_its_checksums_were_lost_too(tmp_path):
     config = configure("digits", method="finetune", epochs=1)
     with Run(tmp_path / "run") as run, pytest.raises(Interrupted):

@@ -640,7 +640,16 @@ class TestOwnFolder:
         (task,) = tasks.from_folder(data / "linked")
         assert (task.name, task.classes) == ("a-b", 2)
 
-    @pytest.mark.parametrize("inside", [None, "picture.avif"])
+    def test_pictures_of_kinds_that_are_not_read_are_not_passed_over(self, data):
+        self.fill(data / "some", ["a", "b"])
+        (data / "some" / "a" / "notes.txt").touch()
+        assert len(tasks.from_folder(data / "some")) == 1
+        for name in ("a/1.HEIC", "b/2.avif"):
+            (data / "some" / name).touch()
+        with pytest.raises(tasks.DataMissing, match=r"a/1\.HEIC and 1 others are pictures of kinds that are not read"):
+            tasks.from_folder(data / "some")
+
+    @pytest.mark.parametrize("inside", [None, "notes.txt"])
     def test_a_class_without_a_picture_that_can_be_read_is_named(self, data, inside):
         self.fill(data / "some", ["a", "b"])
         (data / "some" / "c").mkdir()

@@ -223,7 +223,9 @@ def configure(
 
 
 def check_device(device: str) -> None:
-    """Raise where this machine has no such device."""
+    """Raise where this machine has no such device, or where it computes nothing."""
+    if device.partition(":")[0] == "meta":
+        raise ValueError("device 'meta' holds no numbers, so nothing can be trained there: use cpu or cuda")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

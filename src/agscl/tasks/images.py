@@ -24,6 +24,8 @@ from agscl.tasks.task import Array, DataMissing
 
 BATCH = 1024
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".dng", ".svg")
+"""Pictures too, but not read: where some are among others, half a class would be missing without a word."""
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 """What datasets call the two; the first one present is taken."""
@@ -278,12 +280,19 @@ class Folder(Source):
     def files(self) -> tuple[Path, ...]:
         folders: list[Path] = []
         found: list[Path] = []
+        unread: list[Path] = []
         for folder in self._walked():
             inside = [each for each in folder.iterdir() if not each.name.startswith(".")]
             pictures = [each for each in inside if each.suffix.lower() in SUFFIXES and each.is_file()]
             if not pictures and not any(each.is_dir() for each in inside):
                 folders.append(folder)
             found += pictures
+            unread += [each for each in inside if each.suffix.lower() in UNREAD]
+        if unread:
+            raise DataMissing(
+                f"{min(unread)} and {len(unread) - 1} others are pictures of kinds that are not read. Convert them to "
+                f"one of {', '.join(SUFFIXES)}, or move them away"
+            )
         found.sort(key=lambda path: natural(path.relative_to(self.folder).as_posix()))
         if not found:
             raise DataMissing(f"{self.folder} holds no pictures ({', '.join(SUFFIXES)})")
