@@ -11,7 +11,7 @@ from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import PRESETS, configure
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.methods.base import Method
-from agscl.runs import digest
+from agscl.runs import WrongOptions, digest
 from agscl.runs.checkpoints import flatten, unflatten
 from agscl.supervised import Trainer, TrainingConfig
 from agscl.tasks import Task
@@ -197,3 +197,16 @@ def test_changes_are_checked_by_name_and_value():
         configure("digits", method="ewc", lam=-1.0)
     with pytest.raises(ValueError, match=r"no method is called 'nosuch'. There are: agscl"):
         configure("digits", method="nosuch")
+
+
+def test_a_task_whose_inputs_the_network_cannot_read_is_named_before_anything_is_trained():
+    config = configure("tinyimagenet32", method="finetune")
+    y = torch.tensor([0, 1])
+
+    def task(name, *shape):
+        x = torch.zeros(2, *shape)
+        return Task(name, 2, x, y, x, y, x, y)
+
+    make_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 3, 32, 32)))
+    with pytest.raises(WrongOptions, match=r"reads inputs of 3 × 32 × 32; .*task 'b', are 1 × 28 × 28"):
+        make_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 1, 28, 28)))

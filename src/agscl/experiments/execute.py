@@ -147,15 +147,17 @@ def make_trainer(config: RunConfig, name: str, sequence: TaskSequence) -> Traine
     first = sequence[0]
     example = first.inputs(first.train_x[:2])
     model, method = build(config, name, example)
-    wanted = getattr(model.trunk, "input_shape", None)
-    if wanted is not None and tuple(example.shape[1:]) != tuple(wanted):
-        own = ":" in config.tasks and len(wanted) == 3
-        given = f"--task-options size={wanted[-1]} channels={wanted[0]}"
-        advice = f"Have them read so: {given}" if own else "Use a preset with another network"
-        raise WrongOptions(
-            f"the network {config.network} reads inputs of {_sides(wanted)}; those of {config.tasks} are "
-            f"{_sides(example.shape[1:])}. {advice}"
-        )
+    wanted: Sequence[int] = getattr(model.trunk, "input_shape", ())
+    for task in sequence if wanted else ():
+        shape = tuple(task.inputs(task.train_x[:1]).shape[1:])
+        if shape != tuple(wanted):
+            own = ":" in config.tasks and len(wanted) == 3
+            given = f"--task-options size={wanted[-1]} channels={wanted[0]}"
+            advice = f"Have them read so: {given}" if own else "Use a preset with another network"
+            raise WrongOptions(
+                f"the network {config.network} reads inputs of {_sides(wanted)}; those of {config.tasks}, task "
+                f"{task.name!r}, are {_sides(shape)}. {advice}"
+            )
     kind = Joint if name == "joint" else Trainer
     try:
         return kind(model, method, sequence, config.training, seed=config.seed, device=config.device)
