@@ -843,7 +843,7 @@ def test_the_log_of_a_run_stopped_several_times_is_that_of_one_never_stopped(tmp
     assert logged("stopped", [20, 15, 30, 11]) == logged("whole", [])
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "search"])
+@pytest.mark.parametrize("command", ["run", "compare", "search", "study"])
 @pytest.mark.parametrize("option", ["foo=3", "classes_per_task=x", "classes_per_task=2.5", "classes_per_task=true"])
 def test_an_option_that_tasks_do_not_have_is_wrong_use_and_nothing_is_started(tmp_path, capsys, command, option):
     pictures, runs = tmp_path / "pictures", tmp_path / "runs"

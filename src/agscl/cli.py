@@ -347,12 +347,11 @@ def study(
 ) -> int:
     """Look into AGS-CL as the paper does: what each of its parts is for.
 
-    The same command goes on where it was stopped; studies of a preset share their runs.
+    The same command goes on where it was stopped. Studies share their runs.
 
     Args:
-        study: reinit (without its two re-initialisations: sparsity, used capacity), tradeoff (plasticity and stability
-            over λ, MAS and EWC beside it), rho (ρ from 0.1 to 0.5), prox (without proximal steps) or aopc (do
-            importances tell which nodes matter?).
+        study: reinit: without the re-initialisations; tradeoff: plasticity and stability over λ, MAS and EWC beside it;
+            rho: ρ from 0.1 to 0.5; prox: without proximal steps; aopc: do importances tell which nodes matter?
         preset: The experiment, as for agscl run.
         seeds: How many seeds: 0, 1, 2, …
         jobs: Runs at a time; each takes one thread.
