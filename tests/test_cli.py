@@ -528,7 +528,7 @@ def test_arguments_that_cannot_be_read_exit_with_2(arguments):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], ["compare"], ["search"], ["verify"], ["inspect"], ["methods"], ["data"]]
+    "command", [[], ["run"], ["compare"], ["search"], ["study"], ["verify"], ["inspect"], ["methods"], ["data"]]
 )
 def test_every_command_explains_itself_on_a_terminal_of_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -843,12 +843,12 @@ def test_the_log_of_a_run_stopped_several_times_is_that_of_one_never_stopped(tmp
     assert logged("stopped", [20, 15, 30, 11]) == logged("whole", [])
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "search", "study"])
+@pytest.mark.parametrize("command", ["run", "compare", "search", "study prox"])
 @pytest.mark.parametrize("option", ["foo=3", "classes_per_task=x", "classes_per_task=2.5", "classes_per_task=true"])
 def test_an_option_that_tasks_do_not_have_is_wrong_use_and_nothing_is_started(tmp_path, capsys, command, option):
     pictures, runs = tmp_path / "pictures", tmp_path / "runs"
     pictures.mkdir()
-    words = [command, "digits", "--tasks", f"folder:{pictures}", "--task-options", option, "--runs", str(runs)]
+    words = [*command.split(), "digits", "--tasks", f"folder:{pictures}", "--task-options", option, "--runs", str(runs)]
     assert main(words) == 2
     said = capsys.readouterr()
     assert ("there is no option 'foo'" if option == "foo=3" else "classes_per_task is a whole number") in said.err
