@@ -652,6 +652,32 @@ def draw() -> None:
     figure.savefig(HOME / "docs" / "forgetting.svg", metadata={"Date": None})
 
 
+def draw_methods() -> None:
+    """Average accuracy after each task, method by method, as the paper's figure has it."""
+    import matplotlib.pyplot as plt
+
+    result = load("tinyimagenet32")
+    if result is None:
+        return
+    figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
+    for name, row in result["methods"].items():
+        curves = [[100 * statistics.mean(after) for after in accuracies] for accuracies in row["accuracies"]]
+        at = range(1, len(curves[0]) + 1)
+        means = [statistics.mean(values) for values in zip(*curves, strict=True)]
+        wide = [statistics.stdev(values) for values in zip(*curves, strict=True)]
+        bold = {"linewidth": 2.2, "color": "black"} if name == "agscl" else {}
+        line = axis.plot(
+            at, means, marker=".", label=NAMES.get(name, {"rwalk": "RWalk"}.get(name, name.upper())), **bold
+        )[0]
+        low, high = ([mean + sign * one for mean, one in zip(means, wide, strict=True)] for sign in (-1, 1))
+        axis.fill_between(at, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    axis.set(title="tinyimagenet32", xlabel="after task", ylabel="average accuracy of the tasks so far, %")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    figure.savefig(HOME / "docs" / "tinyimagenet32.svg", metadata={"Date": None})
+
+
 def draw_studies() -> None:
     """The paper's analyses: capacity, trade-off, importances, and the forms of AGS-CL task by task."""
     import matplotlib.pyplot as plt
@@ -722,6 +748,7 @@ def main() -> None:
         matplotlib.use("Agg")
         matplotlib.rcParams["svg.hashsalt"] = "agscl"
         draw()
+        draw_methods()
         draw_studies()
 
 
