@@ -538,6 +538,33 @@ def test_the_largest_of_each_block_is_what_max_pooling_gives_bit_for_bit(size, s
     assert torch.equal(of_largest, of_plain)
 
 
+@pytest.mark.parametrize(
+    ("pool", "blocks"),
+    [
+        (nn.MaxPool2d(2), True),
+        (nn.MaxPool2d(4, ceil_mode=True), True),
+        (nn.MaxPool2d(17), False),  # more places than a byte tells
+        (nn.MaxPool2d(2, stride=1), False),
+        (nn.MaxPool2d((2, 2)), False),
+        (nn.MaxPool2d(2, padding=1), False),
+        (nn.MaxPool2d(2, dilation=2, stride=2), False),
+        (nn.MaxPool2d(3), False),  # does not divide the sides
+    ],
+)
+@pytest.mark.parametrize("batched", [True, False])
+def test_only_windows_that_are_blocks_are_compared_block_by_block(monkeypatch, pool, blocks, batched):
+    from agscl.supervised import compiled
+
+    used = []
+    apply = compiled.Largest.apply
+    monkeypatch.setattr(compiled.Largest, "apply", lambda *given: used.append(1) or apply(*given))
+    x = torch.randn(*[2] * batched, 3, 68, 68, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    plain, other = pool(x), compiled.pooled(pool, x)
+    assert torch.equal(other, plain)
+    assert torch.equal(*[torch.autograd.grad(output.square().sum(), x)[0] for output in (other, plain)])
+    assert bool(used) == (blocks and batched)
+
+
 def test_a_rearranged_trunk_is_compiled_once_for_all_its_copies(monkeypatch):
     from torch._dynamo.utils import counters
 

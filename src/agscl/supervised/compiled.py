@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
+BLOCK = 4
+"""The widest block of neighbours whose numbers are compared one by one."""
 ALIGNED = 16
 """Columns of that product come in multiples of this, as tensor cores take them."""
 
@@ -107,9 +109,12 @@ def pooled_first(chain: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def pooled(pool: nn.MaxPool2d, x: Tensor) -> Tensor:
-    size = pool.kernel_size if isinstance(pool.kernel_size, int) else 0
-    blocks = size == pool.stride and pool.padding == 0 and pool.dilation == 1 and not any(n % size for n in x.shape[2:])
-    return Largest.apply(x, size) if blocks and x.dim() == 4 else pool(x)  # type: ignore[no-untyped-call,no-any-return]
+    """What the pool gives of `x`, block by block where its windows are blocks."""
+    size = pool.kernel_size
+    if not isinstance(size, int) or size > BLOCK or (pool.stride, pool.padding, pool.dilation) != (size, 0, 1):
+        return pool(x)  # type: ignore[no-any-return]
+    whole = x.dim() == 4 and not any(side % size for side in x.shape[2:])
+    return Largest.apply(x, size) if whole else pool(x)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Largest(torch.autograd.Function):
