@@ -38,7 +38,10 @@ def main() -> None:
     for study, lines in planned.items():
         mine = [job for line in lines for job in line.jobs]
         finished = [job for job in mine if job.finished]
-        found = studies.perturbations(folder, finished, print) if study == "aopc" else {"lines": studies.collect(lines)}
+        if study == "aopc":
+            found = {"seeds": studies.perturbations(folder, arguments.preset, finished, print)}
+        else:
+            found = {"lines": studies.collect(lines)}
         record(
             arguments.out / f"{arguments.preset}-{study}.json",
             {

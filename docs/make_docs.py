@@ -325,13 +325,13 @@ def areas(result: Result) -> str:
     ends = " | ".join(f"{100 * share:.0f} %" for share in shares)
     lines = [f"| after task | taken away first | {ends} |", "|---" * (len(shares) + 2) + "|"]
     seeds = list(result["seeds"].values())
-    for after in seeds[0]:
-        for order in seeds[0][after]["aopc"]:
+    for after in seeds[0]["after"]:
+        for order in seeds[0]["after"][after]["aopc"]:
             cells = []
             for share in shares:
                 found = []
                 for each in seeds:
-                    pruned, aopc = each[after]["pruned"], each[after]["aopc"][order]
+                    pruned, aopc = each["after"][after]["pruned"], each["after"][after]["aopc"][order]
                     place = min(range(len(pruned)), key=lambda at: abs(pruned[at] - share * pruned[-1]))
                     found.append(aopc[place])
                 cells.append(_spread_of(spread_over(found), 100, 1))
@@ -705,7 +705,7 @@ def draw_studies() -> None:
         tradeoff.plot(*points, marker=marks.get(label, "."), linestyle=":", label=label)
     tradeoff.set(title="Over λ", xlabel="stability", ylabel="plasticity")
 
-    seeds = list((studies["aopc"] or {})["seeds"].values())
+    seeds = [each["after"] for each in (studies["aopc"] or {})["seeds"].values()]
     for color, after in zip(("C0", "C1"), seeds[0], strict=True):
         for order, style in (("highest", "-"), ("random", ":"), ("lowest", "--")):
             pruned = [100 * count / seeds[0][after]["pruned"][-1] for count in seeds[0][after]["pruned"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_all_of_a_channel_goes_with_it_its_batchnorm_too(trunk):
     assert torch.equal(seen[1][:, [0, 1, 3]], seen[0][:, [0, 1, 3]])
 
 
+def test_a_batchnorm_without_scale_and_shift_goes_with_its_channel_too():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False), nn.ReLU(), nn.Linear(3, 2), nn.ReLU())
+    x = torch.randn(16, 4)
+    trunk(x - 3)
+    trunk.eval()
+    graph = NodeGraph(trunk, x)
+    before = digest(trunk.state_dict())
+    assert perturb(graph, range(graph.size), lambda: float(trunk[:3](x).sum())).scores[-1] == 0
+    assert digest(trunk.state_dict()) == before
+
+
 def test_an_error_in_between_leaves_the_model_as_it_was(trunk):
     graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
     before, calls = digest(trunk.state_dict()), iter(range(3))
@@ -106,6 +119,30 @@ def test_a_trade_off_goes_over_strengths_around_the_presets_with_each_part_left_
     assert len({job.folder for line in lines for job in line.jobs}) == 31
 
 
+def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path):
+    jobs = [
+        job
+        for study in studies.STUDIES
+        for line in studies.plan("cifar100", study, 2, tmp_path, settings={"mas": {"lam": 2.0}})
+        for job in line.jobs
+    ]
+    configs = {json.dumps(job.config.as_dict(), sort_keys=True) for job in jobs}
+    assert len({job.folder for job in jobs}) == len(configs) == 2 * 36
+    for job in jobs:
+        assert [other.config for other in jobs if other.folder == job.folder] == [job.config] * sum(
+            other.folder == job.folder for other in jobs
+        )
+
+
+def test_rho_goes_from_a_tenth_to_a_half_with_mas_beside_it(tmp_path):
+    lines = studies.plan("cifar100", "rho", 1, tmp_path, settings={"agscl": {"mu": 3.0}})
+    settings = [(line.method, line.jobs[0].config.settings) for line in lines[1:]]
+    assert [(method, one.get("rho"), one.get("mu")) for method, one in settings] == [
+        *[("agscl", rho, 3.0) for rho in (0.1, 0.2, 0.3, 0.4, 0.5)],
+        ("mas", None, None),
+    ]
+
+
 def test_studies_share_their_runs_and_keep_the_seeds_they_have(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -115,7 +152,8 @@ def test_studies_share_their_runs_and_keep_the_seeds_they_have(tmp_path, capsys,
     printed = capsys.readouterr().out
     assert "2 of 6 runs in runs/studied are finished already." in printed
     assert "without proximal steps" in printed
-    assert max(map(len, printed[printed.index("Mean ±") :].splitlines())) <= 80
+    assert "±" in printed
+    assert "…" not in printed
     assert main(["study", "prox", *SHORT]) == 0
     stored = json.loads(Path("runs/studied/prox.json").read_text())
     assert [(line["label"], line["seeds"]) for line in stored["lines"]] == [
@@ -142,7 +180,7 @@ def test_importances_tell_which_nodes_matter_after_the_first_task_and_after_all(
     printed = capsys.readouterr().out
     assert "highest" in printed
     assert "…" not in printed
-    found = json.loads(Path("runs/studied/aopc.json").read_text())["seeds"]["0"]
+    found = json.loads(Path("runs/studied/aopc.json").read_text())["seeds"]["0"]["after"]
     result = json.loads(Path("runs/studied/agscl-seed0/result.json").read_text())["methods"]["agscl"]
     assert found.keys() == {"1", "5"}
     for after, curves in found.items():
@@ -154,16 +192,120 @@ def test_importances_tell_which_nodes_matter_after_the_first_task_and_after_all(
         assert aopc["highest"][-1] > aopc["random"][-1] > aopc["lowest"][-1]
     assert main(words) == 0
     assert "once more" not in capsys.readouterr().out
+    assert "other bits" not in printed
 
 
-def test_a_run_whose_last_checkpoint_is_gone_is_said(tmp_path, capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The runs of two studies, each made once."""
+    folder = tmp_path_factory.mktemp("finished")
+    for study in ("prox", "aopc"):
+        assert main(["study", study, "digits", "--epochs", "1", "--name", "studied", "--runs", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def studied(finished, tmp_path, capsys, monkeypatch):
+    """Goes on with `agscl study` in a copy of these; returns the exit code and all that was said."""
+    shutil.copytree(finished, tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
-    words = ["study", "aopc", "digits", "--epochs", "1", "--name", "studied"]
-    assert main(words) == 0
+    capsys.readouterr()
+
+    def study(name, *words):
+        code = main(["study", name, "digits", "--epochs", "1", "--name", "studied", *words])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return study
+
+
+def test_what_was_measured_is_kept_seed_by_seed_and_measured_anew_of_other_weights(studied, monkeypatch):
+    once = studies._perturbed
+
+    def interrupted(job, note):
+        if job.config.seed == 1:
+            raise KeyboardInterrupt
+        return once(job, note)
+
+    path = Path("runs/studied/aopc.json")
+    path.unlink()
+    monkeypatch.setattr(studies, "_perturbed", interrupted)
+    code, said = studied("aopc", "--seeds", "2")
+    assert code == 130
+    assert "what was measured is stored" in said
+    assert json.loads(path.read_text())["seeds"].keys() == {"0"}
+    monkeypatch.setattr(studies, "_perturbed", once)
+    assert studied("aopc", "--seeds", "2")[1].count("once more") == 1
+    stored = json.loads(path.read_text())
+    stored["seeds"]["0"]["weights_sha256"] = "of others"
+    path.write_text(json.dumps(stored))
+    code, said = studied("aopc")
+    assert said.count("once more") == 1
+    assert json.loads(path.read_text())["seeds"].keys() == {"0", "1"}
+
+
+@pytest.mark.parametrize("content", ["{}", '{"seeds": {"0": 3}}', '{"seeds": {"0": {}}}', "{"])
+def test_a_damaged_file_of_measurements_is_said(studied, content):
+    Path("runs/studied/aopc.json").write_text(content)
+    code, said = studied("aopc")
+    assert code == 1
+    assert "Remove it" in said
+
+
+def test_the_first_task_is_learned_again_with_as_many_threads_as_the_run_had(studied, monkeypatch):
+    Path("runs/studied/aopc.json").unlink()
+    seen, before = [], torch.get_num_threads()
+    once = studies.make_trainer
+    monkeypatch.setattr(studies, "make_trainer", lambda *given: seen.append(torch.get_num_threads()) or once(*given))
+    torch.set_num_threads(2)
+    try:
+        assert studied("aopc")[0] == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1]
+
+
+def test_other_data_than_a_run_learned_is_refused(studied, monkeypatch):
+    Path("runs/studied/aopc.json").unlink()
+    path = Path("runs/studied/agscl-seed0/data.json")
+    path.write_text(path.read_text().replace(": ", ": 1"))
+    code, said = studied("aopc")
+    assert code == 2
+    assert "the data is not what" in said
+
+
+def test_a_studys_folder_is_no_run_and_a_comparison_there_takes_none_of_its_forms(studied, capsys):
+    assert main(["run", "digits", "--epochs", "1", "--name", "studied"]) == 2
+    assert "a search or a study, not a run" in capsys.readouterr().err
+    assert main(["compare", "digits", "--epochs", "1", "--name", "studied", "--methods", "agscl", "--seeds", "1"]) == 0
+    compared = json.loads(Path("runs/studied/comparison.json").read_text())["methods"]
+    assert "prox" not in compared["agscl"]["settings"]
+
+
+def test_settings_of_single_methods_are_given_with_their_names(studied):
+    assert studied("prox", "--set", "agscl.mu=3", "--name", "other")[0] == 0
+    config = json.loads(Path("runs/other/agscl-prox=False-seed0/config.json").read_text())
+    assert config["settings"]["mu"] == 3
+    code, said = studied("prox", "--set", "mu=3")
+    assert code == 2
+    assert "say whose setting it is, e.g. --set agscl.mu=3" in said
+
+
+def test_where_every_run_fails_there_is_no_empty_table(studied):
+    code, said = studied("prox", "--set", "lr=1e30", "--name", "other")
+    assert code == 1
+    assert "FAILED" in said
+    assert "acc., %" not in said
+
+
+def test_a_run_whose_last_checkpoint_is_gone_is_said(studied):
     for path in [*Path("runs/studied/agscl-seed0/checkpoints").iterdir(), Path("runs/studied/aopc.json")]:
         path.unlink()
-    assert main(words) == 1
-    assert "remove the folder, to run it again" in capsys.readouterr().err
+    code, said = studied("aopc")
+    assert code == 1
+    assert "remove the folder, to run it again" in said
+    assert "once more" not in said
 
 
 def test_what_is_no_study_is_said_with_those_there_are(tmp_path, capsys, monkeypatch):

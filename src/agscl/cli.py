@@ -120,8 +120,10 @@ def run(
             )
     if resume is None:
         _check_name(folder, runs)
-        if any((folder / kind).exists() for kind in ("comparison.json", "search.json")):
-            raise WrongUse(f"{folder} is a comparison or a search, not a run: give this one a --name of its own")
+        if any(folder.glob("*/config.json")):
+            raise WrongUse(
+                f"{folder} is a comparison, a search or a study, not a run: give this one a --name of its own"
+            )
 
     if is_finished(folder):
         Run(folder).check(config.as_dict())
@@ -357,7 +359,7 @@ def study(
         jobs: Runs at a time; each takes one thread.
         name: The folder of the studies' runs under --runs.
         epochs: Epochs per task.
-        set: Settings of training for all, e.g. --set patience=5.
+        set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set agscl.lam=1000.
         tasks: Other tasks than the preset's: `agscl data list` names them; folder:PATH and hub:NAME are your own.
         task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
         device: Where to train, e.g. cpu or cuda.
@@ -367,18 +369,18 @@ def study(
     """
     from agscl.experiments import studies
     from agscl.experiments.execute import Interrupted
-    from agscl.experiments.methods import REFERENCE
     from agscl.terminal import perturbed, say, studied
 
     with _as_wrong_use():
-        changed = _once(_given(epochs=epochs), _settings(REFERENCE, set), _speed(device, fast))
+        common, own = _settings_for(studies.methods_of(study), set)
+        changed = _once(_given(epochs=epochs), common, _speed(device, fast))
         changed |= _tasks(tasks, task_options)
-    folder = runs / (name or _named(f"study-{preset}", device, changed))
+    folder = runs / (name or _named(f"study-{preset}", device, changed | own))
     _check_group(folder, runs, "study")
     if seeds < 1:
         raise WrongUse("--seeds must be at least 1")
     with _as_wrong_use():
-        lines = studies.plan(preset, study, seeds, folder, device=device, **changed)
+        lines = studies.plan(preset, study, seeds, folder, settings=own, device=device, **changed)
     plan = [job for line in lines for job in line.jobs]
     finished = sum(job.finished for job in plan)
     if finished:
@@ -388,9 +390,15 @@ def study(
     except Interrupted:
         say("Stopped; checkpoints are stored. The same command continues.")
         return STOPPED
+    done = [job for job in plan if job.finished]
     if study == "aopc":
-        content = studies.perturbations(folder, [job for job in plan if job.finished], say)
-        perturbed(content["seeds"])
+        try:
+            known = studies.perturbations(folder, preset, done, say)
+        except KeyboardInterrupt:
+            say("Stopped; what was measured is stored. The same command continues.")
+            return STOPPED
+        perturbed({str(job.config.seed): known[str(job.config.seed)] for job in done})
+        content: dict[str, Any] = {"seeds": known}
     else:
         studied(studies.collect(lines))
         content = {"lines": studies.collect(studies.with_others(lines, folder))}

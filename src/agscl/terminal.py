@@ -168,12 +168,13 @@ def searched(tried: Sequence[Tried]) -> None:
 
 
 def studied(lines: Sequence[Mapping[str, Any]]) -> None:
-    """The end of `agscl study`: a line for each form, sparsity and used capacity as they were after the last task."""
-    seeds = max((len(line["seeds"]) for line in lines), default=0)
-    title = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    """The end of `agscl study`: a line for each form, with the nodes free (sparsity) and used after the last task."""
+    if not lines:
+        return
+    seeds = max(len(line["seeds"]) for line in lines)
+    title = f"Average accuracy and nodes at the end{f', mean ± deviation over {seeds} seeds' if seeds > 1 else ''}"
     nodes = any("sparsity" in line["curves"] for line in lines)
-    columns = ["", "average acc., %", "plasticity", "stability", *(["sparsity, %", "used, %"] if nodes else [])]
-    table = _table(title, *columns)
+    table = _table(title, "", "acc., %", "plasticity", "stability", *(["free, %", "used, %"] if nodes else []))
     table.padding = (0, 1, 0, 0)
     for line in lines:
         last = [line["curves"].get(figure, [None])[-1] for figure in ("sparsity", "used_capacity")]
@@ -199,7 +200,7 @@ def perturbed(seeds: Mapping[str, Any]) -> None:
         *[f"{100 * share:.0f} %" for share in shares],
     )
     for seed, of_seed in seeds.items():
-        for after, curves in of_seed.items():
+        for after, curves in of_seed["after"].items():
             ends = [_nearest(curves["pruned"], share) for share in shares]
             for order, aopc in curves["aopc"].items():
                 table.add_row(after, seed, order, *[f"{100 * aopc[end]:.1f}" for end in ends])

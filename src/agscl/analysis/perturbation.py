@@ -1,6 +1,6 @@
 """Whether importances tell which nodes matter: accuracy while nodes are taken away, in the order of importance.
 
-A node is taken away by setting its incoming weights to 0, bias and BatchNorm's scale and shift included, so that it
+A node is taken away by setting its incoming weights to 0, with its bias and all that BatchNorm adds to it, so that it
 gives 0 to all who read it.
 """
 
@@ -56,19 +56,25 @@ def perturb(
     return Perturbation(pruned, scores)
 
 
-@torch.no_grad()
-def _silence(graph: NodeGraph, groups: Tensor) -> None:
+def _held(graph: NodeGraph) -> Iterator[tuple[Tensor, Tensor]]:
+    """All that must be 0 for a node to give 0, each tensor with the group of each of its rows."""
     for _, parameter, of_rows in graph.parameters():
-        rows = torch.isin(of_rows.cpu(), groups).to(parameter.device)
-        parameter[rows] = 0
+        yield parameter.data, of_rows
+    for norm in graph.norms.values():
+        if norm.module.running_mean is not None:
+            yield norm.module.running_mean, norm.groups
+
+
+def _silence(graph: NodeGraph, groups: Tensor) -> None:
+    for tensor, of_rows in _held(graph):
+        tensor[torch.isin(of_rows.cpu(), groups).to(tensor.device)] = 0
 
 
 @contextmanager
 def _kept(graph: NodeGraph) -> Iterator[None]:
-    before = [(parameter, parameter.detach().clone()) for _, parameter, _ in graph.parameters()]
+    before = [(tensor, tensor.clone()) for tensor, _ in _held(graph)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for parameter, value in before:
-                parameter.copy_(value)
+        for tensor, value in before:
+            tensor.copy_(value)

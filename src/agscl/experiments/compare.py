@@ -204,7 +204,9 @@ def with_others(jobs: Sequence[Job], folder: Path) -> list[Job]:
     for path in sorted(folder.glob("*/result.json")):
         if path.parent not in {job.folder for job in jobs}:
             with contextlib.suppress(RunError):  # of another version, or damaged: it was not asked for
-                every.append(Job(RunConfig.from_dict(read_result(path.parent)["config"]), path.parent))
+                config = RunConfig.from_dict(read_result(path.parent)["config"])
+                if path.parent.name == f"{config.method}-seed{config.seed}":  # else it is of a study
+                    every.append(Job(config, path.parent))
     every = [job for job in every if job.config.method in places]
     return sorted(every, key=lambda job: (job.config.seed, places.index(job.config.method)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from agscl.analysis import metrics
 from agscl.analysis.perturbation import Perturbation, perturb
 from agscl.arithmetic import arithmetic
+from agscl.certificate import Certificate
 from agscl.experiments.compare import MEASURES, Job, measures, spread
-from agscl.experiments.execute import load_tasks, make_trainer
+from agscl.experiments.execute import check_finished, load_tasks, make_trainer
 from agscl.experiments.methods import METHODS, REFERENCE, listed
 from agscl.experiments.presets import RunConfig, configure
 from agscl.experiments.search import FACTORS
@@ -45,13 +46,10 @@ class Line:
     label: str
     method: str
     settings: Mapping[str, Any]
+    name: str = ""
+    """Of its runs: the same in every study that has them."""
     jobs: Sequence[Job] = ()
     """A run for each seed."""
-
-    @property
-    def name(self) -> str:
-        """Of its runs: the same in every study that has them."""
-        return "-".join([self.method, *[f"{key}={value}" for key, value in self.settings.items()]])
 
 
 def _reinit(strength: Callable[[str], float]) -> list[Line]:
@@ -89,24 +87,45 @@ STUDIES: dict[str, Callable[[Callable[[str], float]], list[Line]]] = {
 }
 
 
-def plan(preset: str, study: str, seeds: int, folder: Path, **changes: Any) -> list[Line]:
-    """The lines of a study with their runs; fine-tuning is one of them, since plasticity is measured against it."""
+def methods_of(study: str) -> list[str]:
+    """Whose runs a study needs. Fine-tuning is one, since plasticity is measured against it."""
     if study not in STUDIES:
         raise ValueError(f"there is no study {study!r}. There are: {', '.join(STUDIES)}")
+    reference = [] if study == "aopc" else [REFERENCE]
+    return [*reference, *dict.fromkeys(line.method for line in STUDIES[study](lambda method: 1.0))]
 
-    def strength(method: str) -> float:
-        settings = configure(preset, method=method, **changes).settings
-        value: float = listed(method).load().Config(**settings).lam
-        return value
+
+def plan(
+    preset: str,
+    study: str,
+    seeds: int,
+    folder: Path,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    **changes: Any,
+) -> list[Line]:
+    """The lines of a study with their runs. `settings` are those of single methods, `changes` those of training."""
+    own = {method: {**changes, **(settings or {}).get(method, {})} for method in methods_of(study)}
+
+    def usual(method: str) -> dict[str, Any]:
+        """All settings of a method as they are without a study."""
+        given = configure(preset, method=method, **own[method]).settings
+        return vars(listed(method).load().Config(**given)) if given else {}
 
     def job(line: Line, seed: int) -> Job:
-        settings = {**changes, **line.settings}
-        config = configure(preset, method=line.method, seed=seed, reference=False, **settings)
+        chosen = {**own[line.method], **line.settings}
+        config = configure(preset, method=line.method, seed=seed, reference=False, **chosen)
         return Job(config, folder / f"{line.name}-seed{seed}", f"{line.label}, seed {seed}")
 
-    reference = [] if study == "aopc" else [Line(METHODS[REFERENCE].title, REFERENCE, {})]
-    lines = [*reference, *STUDIES[study](strength)]
-    return [replace(line, jobs=[job(line, seed) for seed in range(seeds)]) for line in lines]
+    lines = STUDIES[study](lambda method: float(usual(method)["lam"]))
+    if REFERENCE in own:
+        lines = [Line(METHODS[REFERENCE].title, REFERENCE, {}), *lines]
+    found = []
+    for line in lines:
+        kept = usual(line.method)
+        words = [f"{key}={value}" for key, value in line.settings.items() if kept[key] != value]
+        line = replace(line, name="-".join([line.method, *words]))
+        found.append(replace(line, jobs=[job(line, seed) for seed in range(seeds)]))
+    return found
 
 
 def with_others(lines: Sequence[Line], folder: Path) -> list[Line]:
@@ -117,7 +136,9 @@ def with_others(lines: Sequence[Line], folder: Path) -> list[Line]:
         for path in sorted(folder.glob(f"{line.name}-seed*/result.json")):
             if path.parent not in {job.folder for job in jobs}:
                 with contextlib.suppress(RunError):  # of another version, or damaged: it was not asked for
-                    jobs.append(Job(RunConfig.from_dict(read_result(path.parent)["config"]), path.parent))
+                    result = read_result(path.parent)
+                    if line.method in result["methods"]:
+                        jobs.append(Job(RunConfig.from_dict(result["config"]), path.parent))
         found.append(replace(line, jobs=sorted(jobs, key=lambda job: job.config.seed)))
     return found
 
@@ -162,33 +183,58 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 # The area over the perturbation curve --------------------------------------------------------------------------------
 
 
-def perturbations(folder: Path, jobs: Sequence[Job], note: Callable[[str], None]) -> dict[str, Any]:
-    """How accuracy falls as nodes are taken away, seed by seed; what was measured before is not measured again."""
-    path = folder / "aopc.json"
-    known: dict[str, Any] = read_json(path, ". Remove it")["seeds"] if path.exists() else {}
+def perturbations(folder: Path, preset: str, jobs: Sequence[Job], note: Callable[[str], None]) -> dict[str, Any]:
+    """How accuracy falls as nodes are taken away, seed by seed.
+
+    Each seed is stored as soon as it is measured; what was measured of the same weights is not measured again.
+    """
+    known = _known(folder / "aopc.json")
     for job in jobs:
-        if (seed := str(job.config.seed)) not in known:
-            known[seed] = _perturbed(job, note)
-    return {"seeds": known}
+        seed, weights = str(job.config.seed), read_result(job.folder)["methods"][job.config.method]["weights_sha256"]
+        if known.get(seed, {}).get("weights_sha256") != weights:
+            known[seed] = {"weights_sha256": weights, "after": _perturbed(job, note)}
+            store(folder, preset, "aopc", {"seeds": known}, {})
+    return known
+
+
+def _known(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    seeds = read_json(path, ". Remove it").get("seeds")
+    if not isinstance(seeds, dict) or not all(isinstance(one, dict) and one.get("after") for one in seeds.values()):
+        raise RunError(f"{path} is damaged, or of another version. Remove it")
+    return seeds
 
 
 def _perturbed(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
     """After the first task of a finished run, and after all of them."""
     config = job.config
+    check_finished(job.folder, config)
+    state = Run(job.folder).newest()
+    if state is None or config.method not in state["finished"]:
+        raise RunError(f"the last checkpoint of {job.folder} is gone or damaged: remove the folder, to run it again")
     sequence = load_tasks(config)
     note(f"Learning the first task of seed {config.seed} once more, to look at the network before the second.")
-    with arithmetic(config.training.precision):
+    with arithmetic(config.training.precision), _threads_of(job.folder):
         first = make_trainer(config, config.method, sequence[:1])
         while first.advance():
             pass
+        if not Certificate.load(job.folder / "certificates" / "01.json").check(first.model.state_dict()).ok:
+            note("It came out with other bits than in the run, as it may on a GPU or with another torch.")
         last = make_trainer(config, config.method, sequence)
-        state = Run(job.folder).newest()
-        if state is None or config.method not in state["finished"]:
-            raise RunError(
-                f"the last checkpoint of {job.folder} is gone or damaged: remove the folder, to run it again"
-            )
         last.load_state_dict(state["trainer"])
         return {str(trainer.task_index): _curves(trainer, config) for trainer in (first, last)}
+
+
+@contextlib.contextmanager
+def _threads_of(folder: Path) -> Iterator[None]:
+    """As many threads as a run had: they decide the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(read_json(folder / "environment.json").get("threads", before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:

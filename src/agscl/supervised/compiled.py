@@ -74,7 +74,7 @@ def as_product(convolution: nn.Conv2d, x: Tensor) -> Tensor:
     if x.requires_grad or x.dim() != 4:
         return F.conv2d(x, convolution.weight, convolution.bias, padding=padding)
     (height, width), (above, left) = convolution.kernel_size, padding
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # which is left as it is
         x = x.to(torch.get_autocast_dtype(x.device.type))  # before each number is written many times over
     wider, more = _to_power_of_two(width), _to_power_of_two(convolution.in_channels)
     windows = F.pad(x, (left, left + wider, above, above, 0, more)).unfold(2, height, 1).unfold(3, width + wider, 1)
@@ -156,8 +156,8 @@ def _pooling(chain: nn.Sequential) -> tuple[int, ...]:
 
 
 def _as_made(module: nn.Module) -> bool:
-    """Whether a module computes as its class does: a forward pass that a user gave it is left alone."""
-    return "forward" not in vars(module)
+    """Whether a module computes as its class does: a forward pass or a hook that a user gave it is left alone."""
+    return "forward" not in vars(module) and not module._backward_hooks and not module._backward_pre_hooks
 
 
 def _narrow(module: nn.Module) -> bool:

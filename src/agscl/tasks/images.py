@@ -23,8 +23,8 @@ from agscl.tasks.progress import Bar
 from agscl.tasks.task import Array, DataMissing
 
 BATCH = 1024
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".dng", ".svg")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".jfif", ".jpe")
+UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".tga", ".dng", ".svg")
 """Pictures too, but not read: where some are among others, half a class would be missing without a word."""
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
@@ -287,11 +287,11 @@ class Folder(Source):
             if not pictures and not any(each.is_dir() for each in inside):
                 folders.append(folder)
             found += pictures
-            unread += [each for each in inside if each.suffix.lower() in UNREAD]
+            unread += [each for each in inside if each.suffix.lower() in UNREAD and each.is_file()]
         if unread:
             raise DataMissing(
-                f"{min(unread)} and {len(unread) - 1} others are pictures of kinds that are not read. Convert them to "
-                f"one of {', '.join(SUFFIXES)}, or move them away"
+                f"{len(unread)} pictures are of kinds that are not read, {min(unread)} among them. Convert them to one "
+                f"of {', '.join(SUFFIXES)}, or move them away"
             )
         found.sort(key=lambda path: natural(path.relative_to(self.folder).as_posix()))
         if not found:
