@@ -13,7 +13,8 @@ from torch import nn
 from agscl.analysis.perturbation import Perturbation, perturb
 from agscl.cli import main
 from agscl.experiments import studies
-from agscl.experiments.presets import configure
+from agscl.experiments.presets import PRESETS, configure
+from agscl.experiments.studies import RHOS
 from agscl.nodes import NodeGraph
 from agscl.runs import digest
 
@@ -119,19 +120,21 @@ def test_a_trade_off_goes_over_strengths_around_the_presets_with_each_part_left_
     assert len({job.folder for line in lines for job in line.jobs}) == 31
 
 
-def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path):
+@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("settings", [{}, {"mas": {"lam": 2.0}, "agscl": {"rho": 0.25, "lam": 7.0}}])
+def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path, preset, settings):
     jobs = [
         job
         for study in studies.STUDIES
-        for line in studies.plan("cifar100", study, 2, tmp_path, settings={"mas": {"lam": 2.0}})
+        for line in studies.plan(preset, study, 2, tmp_path, settings=settings)
         for job in line.jobs
     ]
-    configs = {json.dumps(job.config.as_dict(), sort_keys=True) for job in jobs}
-    assert len({job.folder for job in jobs}) == len(configs) == 2 * 36
-    for job in jobs:
-        assert [other.config for other in jobs if other.folder == job.folder] == [job.config] * sum(
-            other.folder == job.folder for other in jobs
-        )
+    configs = [json.dumps(job.config.as_dict(), sort_keys=True) for job in jobs]
+    pairs = {(job.folder, config) for job, config in zip(jobs, configs, strict=True)}
+    assert len(pairs) == len({job.folder for job in jobs}) == len(set(configs))
+    assert len(pairs) == 2 * (
+        37 if settings else 36 if configure(preset, method="agscl").settings["rho"] in RHOS else 37
+    )
 
 
 def test_rho_goes_from_a_tenth_to_a_half_with_mas_beside_it(tmp_path):

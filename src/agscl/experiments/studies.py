@@ -109,23 +109,21 @@ def plan(
     def usual(method: str) -> dict[str, Any]:
         """All settings of a method as they are without a study."""
         given = configure(preset, method=method, **own[method]).settings
-        return vars(listed(method).load().Config(**given)) if given else {}
+        return vars(listed(method).load().Config(**given)) if listed(method).settings else {}
 
-    def job(line: Line, seed: int) -> Job:
-        chosen = {**own[line.method], **line.settings}
-        config = configure(preset, method=line.method, seed=seed, reference=False, **chosen)
-        return Job(config, folder / f"{line.name}-seed{seed}", f"{line.label}, seed {seed}")
+    def with_runs(line: Line) -> Line:
+        known = usual(line.method)
+        other = {key: value for key, value in line.settings.items() if value != known[key]}
+        name = "-".join([line.method, *[f"{key}={value}" for key, value in other.items()]])
+        chosen = {**own[line.method], **other}
+        configs = [configure(preset, method=line.method, seed=seed, reference=False, **chosen) for seed in range(seeds)]
+        jobs = [Job(one, folder / f"{name}-seed{one.seed}", f"{line.label}, seed {one.seed}") for one in configs]
+        return replace(line, name=name, jobs=jobs)
 
     lines = STUDIES[study](lambda method: float(usual(method)["lam"]))
     if REFERENCE in own:
         lines = [Line(METHODS[REFERENCE].title, REFERENCE, {}), *lines]
-    found = []
-    for line in lines:
-        kept = usual(line.method)
-        words = [f"{key}={value}" for key, value in line.settings.items() if kept[key] != value]
-        line = replace(line, name="-".join([line.method, *words]))
-        found.append(replace(line, jobs=[job(line, seed) for seed in range(seeds)]))
-    return found
+    return [with_runs(line) for line in lines]
 
 
 def with_others(lines: Sequence[Line], folder: Path) -> list[Line]:
