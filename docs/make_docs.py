@@ -471,6 +471,38 @@ def table_runs(result: Result) -> str:
     )
 
 
+@made_from("cifar10-tiny")
+def large_runs(result: Result) -> str:
+    seconds = [each for row in result["methods"].values() for each in row["seconds"]]
+    return (
+        f"On `cifar10-tiny` a run took {min(seconds):.0f} to {max(seconds):.0f} s, {result['jobs']} at a time on a GPU "
+        "that other runs shared."
+    )
+
+
+@made_from("benchmarks/fast_cuda")
+def slower_ways(result: Result) -> str:
+    """Seconds of the ten tasks without --fast; captured steps, and one by one."""
+    plain, captured = (result["ways"][name]["ms_per_step"] for name in ("plain", "captured"))
+    return (
+        f"Without it a method's tasks take {STEPS * captured / 1000:.0f} s, at {captured:.1f} ms a step. On a GPU "
+        f"steps are CUDA graphs in any case;\n`--set engine=plain` turns that off ({STEPS * plain / 1000:.0f} s)."
+    )
+
+
+STEPS = 18_000
+"""Of a run of `tinyimagenet32`."""
+
+
+@made_from("cuda_tests")
+def cuda_tests(result: Result) -> str:
+    counts, failed = result["counts"], [name.partition("::")[2] for name in result["failed"]]
+    count = sum(counts.values())
+    ended = f"{len(failed)} of the {count} failed: {', '.join(f'`{name}`' for name in failed)}" if failed else "passed"
+    tests = "" if failed else f"All {count} "
+    return f"{tests}{ended}. {source(result)}"
+
+
 @made_from("forms")
 def one_seed(result: Result) -> str:
     """What one seed's choice of λ is worth on others, beside a larger one."""
@@ -608,6 +640,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "several-runs": several_runs,
     "one-seed": one_seed,
     "table-runs": table_runs,
+    "large-runs": large_runs,
+    "slower-ways": slower_ways,
+    "cuda-tests": cuda_tests,
     "agree": agree,
     "fast-cpu": fast_cpu,
     "contract": contract,

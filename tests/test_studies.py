@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -135,6 +136,13 @@ def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path,
     assert len(pairs) == 2 * (
         37 if settings else 36 if configure(preset, method="agscl").settings["rho"] in RHOS else 37
     )
+
+
+@pytest.mark.parametrize("lam", [0.0, math.inf])
+def test_a_trade_off_needs_a_strength_to_go_around(tmp_path, lam):
+    with pytest.raises(ValueError, match="around agscl's λ, which is"):
+        studies.plan("cifar100", "tradeoff", 1, tmp_path, settings={"agscl": {"lam": lam}})
+    studies.plan("cifar100", "reinit", 1, tmp_path, settings={"agscl": {"lam": lam}})
 
 
 def test_rho_goes_from_a_tenth_to_a_half_with_mas_beside_it(tmp_path):

@@ -213,7 +213,6 @@ def compare(
         checkpoint_every: Seconds between two checkpoints of a run.
     """
     from agscl.experiments import compare as comparing
-    from agscl.experiments.execute import Interrupted
     from agscl.experiments.methods import METHODS, REFERENCE, listed
     from agscl.experiments.presets import preset_called
     from agscl.terminal import comparison, say
@@ -232,14 +231,8 @@ def compare(
         raise WrongUse("--seeds must be at least 1")
     with _as_wrong_use():
         plan = comparing.plan(preset, names, seeds, folder, settings=own, device=device, **changed)
-    finished = sum(job.finished for job in plan)
-    if finished:
-        say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
-    try:
-        failed = _side_by_side(plan, jobs, checkpoint_every)
-    except Interrupted:
-        say("Stopped; checkpoints are stored. The same command continues.")
-        return STOPPED
+    _tell_finished(plan, folder)
+    failed = _side_by_side(plan, jobs, checkpoint_every)
     compared = comparing.collect(plan)
     if compared:
         comparison(compared)
@@ -293,7 +286,6 @@ def search(
         checkpoint_every: Seconds between two checkpoints of a run.
     """
     from agscl.experiments import search as searching
-    from agscl.experiments.execute import Interrupted
     from agscl.terminal import say, searched
 
     with _as_wrong_use():
@@ -306,15 +298,11 @@ def search(
         for job, reason in _side_by_side(plan, jobs, checkpoint_every).items():
             say(f"FAILED {job}: {reason}")
 
-    try:
-        with _as_wrong_use():
-            wanted = only.split(",") if only is not None else None
-            found = searching.search(
-                preset, method, folder, run_jobs, seed=seed, seeds=seeds, only=wanted, device=device, **changed
-            )
-    except Interrupted:
-        say("Stopped; checkpoints are stored. The same command continues.")
-        return STOPPED
+    with _as_wrong_use():
+        wanted = only.split(",") if only is not None else None
+        found = searching.search(
+            preset, method, folder, run_jobs, seed=seed, seeds=seeds, only=wanted, device=device, **changed
+        )
     searched(found)
     if found[0].valid_accuracy is None:
         say(f"\nstored in {folder / 'search.json'}\nTraining diverged with every choice; a lower --set lr=… may help.")
@@ -368,7 +356,6 @@ def study(
         checkpoint_every: Seconds between two checkpoints of a run.
     """
     from agscl.experiments import studies
-    from agscl.experiments.execute import Interrupted
     from agscl.terminal import perturbed, say, studied
 
     with _as_wrong_use():
@@ -382,14 +369,8 @@ def study(
     with _as_wrong_use():
         lines = studies.plan(preset, study, seeds, folder, settings=own, device=device, **changed)
     plan = [job for line in lines for job in line.jobs]
-    finished = sum(job.finished for job in plan)
-    if finished:
-        say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
-    try:
-        failed = _side_by_side(plan, jobs, checkpoint_every)
-    except Interrupted:
-        say("Stopped; checkpoints are stored. The same command continues.")
-        return STOPPED
+    _tell_finished(plan, folder)
+    failed = _side_by_side(plan, jobs, checkpoint_every)
     done = [job for job in plan if job.finished]
     if study == "aopc":
         try:
@@ -465,6 +446,13 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     for note in notes.values():
         say(note)
     return failed
+
+
+def _tell_finished(plan: Sequence[Job], folder: Path) -> None:
+    from agscl.terminal import say
+
+    if finished := sum(job.finished for job in plan):
+        say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
 
 
 @contextlib.contextmanager
@@ -609,6 +597,7 @@ def main(arguments: list[str] | None = None) -> int:
         return WRONG_USE
 
     from agscl import __version__
+    from agscl.experiments.execute import Interrupted
     from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError, WrongOptions
     from agscl.tasks import DataMissing
@@ -646,6 +635,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(error, WRONG_USE)
     except RunError as error:
         return _complain(error, FAILED)
+    except Interrupted:  # of several runs
+        say("Stopped; checkpoints are stored. The same command continues.")
+        return STOPPED
     except BrokenPipeError:  # whoever read what this prints has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

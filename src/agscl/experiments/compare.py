@@ -25,7 +25,7 @@ from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.files import as_json, update
 from agscl.methods.base import SelfCheckWarning
-from agscl.runs import Run, RunError, is_finished, read_result
+from agscl.runs import Run, RunError, finished_runs, is_finished, read_result
 from agscl.runs.events import last_event
 from agscl.runs.folder import DIVERGED, read_json
 from agscl.tasks import DataMissing
@@ -201,12 +201,12 @@ def collect(jobs: Sequence[Job]) -> dict[str, Any]:
 def with_others(jobs: Sequence[Job], folder: Path) -> list[Job]:
     """These jobs, and all others that are finished in their folder; in the order of the paper's table."""
     every, places = list(jobs), list(METHODS)
-    for path in sorted(folder.glob("*/result.json")):
-        if path.parent not in {job.folder for job in jobs}:
-            with contextlib.suppress(RunError):  # of another version, or damaged: it was not asked for
-                config = RunConfig.from_dict(read_result(path.parent)["config"])
-                if path.parent.name == f"{config.method}-seed{config.seed}":  # else it is of a study
-                    every.append(Job(config, path.parent))
+    for place, result in finished_runs(folder):
+        if place not in {job.folder for job in jobs}:
+            with contextlib.suppress(RunError):  # of another version: it was not asked for
+                config = RunConfig.from_dict(result["config"])
+                if place.name == f"{config.method}-seed{config.seed}":  # else it is of a study
+                    every.append(Job(config, place))
     every = [job for job in every if job.config.method in places]
     return sorted(every, key=lambda job: (job.config.seed, places.index(job.config.method)))
 

@@ -14,7 +14,7 @@ from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
 from agscl.files import as_json, update
-from agscl.runs import RunError, read_result
+from agscl.runs import RunError, finished_runs, read_result
 
 SEED = 1000
 """The first seed of a search. No comparison uses it, so that what was chosen on it is then tried on others."""
@@ -148,11 +148,7 @@ def search(
 def finished(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> list[Tried]:
     """What a search that was stopped has tried so far on all its seeds, the best first."""
     found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
-    for path in sorted(folder.glob("*/result.json")):
-        try:
-            result = read_result(path.parent)
-        except RunError:  # damaged; who asks for it is told
-            continue
+    for _, result in finished_runs(folder):
         if result["config"]["seed"] not in range(seed, seed + seeds):
             continue
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from agscl.experiments.presets import RunConfig, configure
 from agscl.experiments.search import FACTORS
 from agscl.files import as_json, update
 from agscl.methods.agscl import AGSCL
-from agscl.runs import Run, RunError, read_result
+from agscl.runs import Run, RunError, finished_runs, read_result
 from agscl.runs.folder import read_json
 from agscl.supervised import Trainer
 from agscl.supervised.trainer import mixed_seed
@@ -120,7 +121,15 @@ def plan(
         jobs = [Job(one, folder / f"{name}-seed{one.seed}", f"{line.label}, seed {one.seed}") for one in configs]
         return replace(line, name=name, jobs=jobs)
 
-    lines = STUDIES[study](lambda method: float(usual(method)["lam"]))
+    def strength(method: str) -> float:
+        lam = float(usual(method)["lam"])
+        if study == "tradeoff" and not 0 < lam < math.inf:
+            raise ValueError(
+                f"the trade-off goes over strengths around {method}'s λ, which is {lam:g}: use one between"
+            )
+        return lam
+
+    lines = STUDIES[study](strength)
     if REFERENCE in own:
         lines = [Line(METHODS[REFERENCE].title, REFERENCE, {}), *lines]
     return [with_runs(line) for line in lines]
@@ -131,12 +140,10 @@ def with_others(lines: Sequence[Line], folder: Path) -> list[Line]:
     found = []
     for line in lines:
         jobs = list(line.jobs)
-        for path in sorted(folder.glob(f"{line.name}-seed*/result.json")):
-            if path.parent not in {job.folder for job in jobs}:
-                with contextlib.suppress(RunError):  # of another version, or damaged: it was not asked for
-                    result = read_result(path.parent)
-                    if line.method in result["methods"]:
-                        jobs.append(Job(RunConfig.from_dict(result["config"]), path.parent))
+        for place, result in finished_runs(folder, f"{line.name}-seed*"):
+            if place not in {job.folder for job in jobs} and line.method in result["methods"]:
+                with contextlib.suppress(RunError):  # of another version: it was not asked for
+                    jobs.append(Job(RunConfig.from_dict(result["config"]), place))
         found.append(replace(line, jobs=sorted(jobs, key=lambda job: job.config.seed)))
     return found
 

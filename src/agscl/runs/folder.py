@@ -185,6 +185,16 @@ def read_result(folder: Path) -> dict[str, Any]:
     return result
 
 
+def finished_runs(folder: Path, name: str = "*") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The finished runs of such names in a folder, and what they came to; those that cannot be read are left out."""
+    for path in sorted(folder.glob(f"{name}/result.json")):
+        try:
+            result = read_result(path.parent)
+        except RunError:  # who asks for it is told
+            continue
+        yield path.parent, result
+
+
 def differences(stored: Any, given: Any, name: str = "") -> Iterator[str]:
     """One phrase for every value in which two configurations differ."""
     if isinstance(stored, dict) and isinstance(given, dict):
