@@ -29,6 +29,7 @@ from agscl import tasks
 from agscl.experiments.compare import spread
 from agscl.experiments.execute import execute, make_trainer
 from agscl.experiments.presets import configure
+from agscl.garbage import none_at_exit
 from agscl.runs import Run
 
 PRESET = "tinyimagenet32"
@@ -217,6 +218,7 @@ def main() -> None:
         torch.set_num_threads(1)
     way = FAST if device == "cuda" else {}
     if arguments.one:
+        none_at_exit()  # as `agscl` does
         print(json.dumps(whole_run(0, device, way)))
         return
     if arguments.agree:

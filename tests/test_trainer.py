@@ -1,5 +1,8 @@
 import itertools
 import math
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -583,6 +586,53 @@ def test_a_rearranged_trunk_is_compiled_once_for_all_its_copies(monkeypatch):
             with compiled.in_use():
                 trunk(torch.zeros(2, 3, 32, 32))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("maximum", [True, False])
+def test_torch_may_keep_what_it_compiles_with_blocks_in_it_and_nothing_else(monkeypatch, maximum):
+    from torch._functorch import config
+
+    from agscl.supervised.compiled import Compiled
+
+    allowed = []
+
+    def backend(graph, inputs):
+        allowed.append(config.autograd_cache_allow_custom_autograd_functions)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    trunk = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2) if maximum else nn.AvgPool2d(2))
+    with Compiled(trunk, rearranged=True).in_use():
+        trunk(torch.zeros(2, 4, 8, 8))
+    assert allowed == [maximum]
+    assert not config.autograd_cache_allow_custom_autograd_functions
+
+
+COMPILED_ONCE_MORE = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from agscl.supervised.compiled import Compiled
+
+torch.manual_seed(0)
+trunk = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+with Compiled(trunk, rearranged=True).in_use():
+    output = trunk(torch.ones(2, 4, 8, 8))
+output.square().sum().backward()
+print(counters["aot_autograd"]["autograd_cache_hit"], trunk[0].weight.grad.sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_finds_a_rearranged_trunk_compiled_and_computes_the_same(tmp_path):
+    """Needs a C++ compiler."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    words = [sys.executable, "-c", COMPILED_ONCE_MORE]
+    first, second = (subprocess.run(words, env=environment, capture_output=True, text=True) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.split()[0] == "0"
+    assert second.stdout.split() == ["1", first.stdout.split()[1]]
 
 
 @pytest.mark.parametrize(

@@ -598,6 +598,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from agscl import __version__
     from agscl.experiments.execute import Interrupted
+    from agscl.garbage import none_at_exit
     from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError, WrongOptions
     from agscl.tasks import DataMissing
@@ -613,6 +614,7 @@ def main(arguments: list[str] | None = None) -> int:
         "methods": methods,
         "data": data,
     }
+    none_at_exit()
     given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

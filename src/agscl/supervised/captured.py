@@ -8,7 +8,6 @@ training. Counters are tensors on the device. Graphs are captured anew for every
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from agscl.garbage import held_off
 
 if TYPE_CHECKING:
     from agscl.supervised.trainer import Trainer
@@ -174,7 +175,8 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)  # gradients then live within the graph
         torch.cuda.synchronize(self.trainer.device)
-        with _without_garbage_collection(), torch.cuda.stream(self.stream):
+        # A collection in the middle of a capture could free another graph, which is not allowed then.
+        with held_off(), torch.cuda.stream(self.stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work()
@@ -204,15 +206,3 @@ def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a capture could free another graph, which is not allowed then."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from agscl.garbage import held_off
 
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
@@ -34,7 +36,8 @@ class Compiled:
 
     def __init__(self, module: nn.Module, rearranged: bool) -> None:
         self.module = module
-        self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False)
+        with held_off():  # much is imported, and nothing is let go
+            self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False)
         parts = list(module.modules()) if rearranged else []
         self.narrow = [part for part in parts if _narrow(part)]
         self.chains = [part for part in parts if type(part) is nn.Sequential and _pooling(part)]
@@ -52,7 +55,8 @@ class Compiled:
         for part, forward in other.items():
             part.forward = forward
         try:
-            yield
+            with held_off(), _found_again() if self.chains else nullcontext():
+                yield
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
@@ -65,6 +69,18 @@ class Compiled:
             self.module._compiled_call_impl = None
             for part in other:
                 del part.forward
+
+
+def _found_again() -> AbstractContextManager[Any]:
+    """Let torch look in its cache for all that it made of `Largest`, which saves a new process two of four seconds.
+
+    It does so for no function with a gradient of its own unless told, since one might read what it was not given. This
+    one does not; where its code changes, the cache has nothing for it.
+    """
+    from torch._functorch import config
+
+    option = "autograd_cache_allow_custom_autograd_functions"
+    return config.patch({option: True}) if hasattr(config, option) else nullcontext()
 
 
 def as_product(convolution: nn.Conv2d, x: Tensor) -> Tensor:
