@@ -483,6 +483,15 @@ class NodeGraph:
         """Layers and norms: all that holds rows of a node's incoming group."""
         return [*self.layers.values(), *self.norms.values()]
 
+    def in_first_layer(self) -> Iterator[Tensor]:
+        """Of each layer, the groups (groups,) that no layer before it has: a group counts there."""
+        seen = torch.zeros(self.size, dtype=torch.bool)
+        for layer in self.layers.values():
+            here = torch.zeros_like(seen)
+            here[layer.groups] = True
+            yield here & ~seen
+            seen |= here
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Every parameter of a node's incoming group: its name, itself, and the group of each of its rows."""
         for owner in self.owners:

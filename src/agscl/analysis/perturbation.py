@@ -33,6 +33,20 @@ class Perturbation:
         return [sum(lost[: end + 1]) / (end + 1) for end in range(len(lost))]
 
 
+def layer_by_layer(graph: NodeGraph, importances: Tensor) -> Tensor:
+    """An order of the nodes, least important first, in which all layers lose the same share of theirs at any moment.
+
+    Importances of different layers need not be alike in scale: by value alone, a layer of small ones goes first as a
+    whole, and with it all that the network computes.
+    """
+    places = torch.zeros(graph.size, dtype=torch.double)
+    for here in graph.in_first_layer():
+        mine = here.nonzero().flatten()
+        ascending = importances.cpu()[mine].argsort(stable=True)
+        places[mine[ascending]] = (torch.arange(len(mine), dtype=torch.double) + 0.5) / max(len(mine), 1)
+    return places.argsort(stable=True)
+
+
 def perturb(
     graph: NodeGraph, order: Sequence[int] | Tensor, score: Callable[[], float], steps: int = STEPS
 ) -> Perturbation:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agscl.analysis import metrics
-from agscl.analysis.perturbation import Perturbation, perturb
+from agscl.analysis.perturbation import Perturbation, layer_by_layer, perturb
 from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate
 from agscl.experiments.compare import MEASURES, Job, measures, spread
@@ -36,8 +36,10 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 """AGS-CL, and without its two re-initialisations: zeros for what free nodes give, fresh weights for some of them."""
 RHOS = (0.1, 0.2, 0.3, 0.4, 0.5)
+ORDERS = ("highest", "lowest", "highest of each layer", "lowest of each layer", "random")
+"""In which nodes are taken away: by importance, over all layers or the same share of each, and by lot."""
 DRAWS = 5
-"""Random orders in which nodes are taken away."""
+"""Random orders, of which the mean is taken."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,16 @@ def _known(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     seeds = read_json(path, ". Remove it").get("seeds")
-    if not isinstance(seeds, dict) or not all(isinstance(one, dict) and one.get("after") for one in seeds.values()):
+    if not isinstance(seeds, dict) or not all(
+        isinstance(one, dict) and isinstance(one.get("after"), dict) for one in seeds.values()
+    ):
         raise RunError(f"{path} is damaged, or of another version. Remove it")
-    return seeds
+    return {seed: one for seed, one in seeds.items() if all(map(_complete, one["after"].values()))}
+
+
+def _complete(curves: Any) -> bool:
+    """Whether all orders were measured: there were fewer once."""
+    return isinstance(curves, dict) and set(curves.get("aopc", ())) == set(ORDERS)
 
 
 def _perturbed(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
@@ -246,19 +255,18 @@ def _curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
     method = trainer.method
     assert isinstance(method, AGSCL)
     generator = torch.Generator().manual_seed(mixed_seed(config.seed, trainer.task_index))
-    ascending = method.omega.cpu().argsort(stable=True)
+    ascending, in_layers = method.omega.cpu().argsort(stable=True), layer_by_layer(method.graph, method.omega)
 
     def curve(order: torch.Tensor) -> Perturbation:
         return perturb(method.graph, order, lambda: statistics.mean(trainer.test_accuracies()))
 
-    drawn = [curve(torch.randperm(len(ascending), generator=generator)) for _ in range(DRAWS)]
-    found = {"highest": curve(ascending.flip(0)), "lowest": curve(ascending)}
+    drawn = [torch.randperm(len(ascending), generator=generator) for _ in range(DRAWS)]
+    orders = [[ascending.flip(0)], [ascending], [in_layers.flip(0)], [in_layers], drawn]
+    found = {name: [curve(order) for order in of_name] for name, of_name in zip(ORDERS, orders, strict=True)}
     return {
-        "pruned": drawn[0].pruned,
-        "scores": {name: each.scores for name, each in found.items()}
-        | {"random": _mean_curve([each.scores for each in drawn])},
-        "aopc": {name: each.aopc for name, each in found.items()}
-        | {"random": _mean_curve([each.aopc for each in drawn])},
+        "pruned": found["random"][0].pruned,
+        "scores": {name: _mean_curve([each.scores for each in curves]) for name, curves in found.items()},
+        "aopc": {name: _mean_curve([each.aopc for each in curves]) for name, curves in found.items()},
     }
 
 

@@ -22,7 +22,7 @@ from agscl.certificate import NEVER
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
 from agscl.methods.batchnorm import FrozenStatistics, KeptStatistics, settle_statistics
-from agscl.methods.fresh import choose, in_first_layer, refresh
+from agscl.methods.fresh import choose, refresh
 from agscl.methods.ledger import Ledger
 from agscl.nodes import Rows
 from agscl.probing import undisturbed
@@ -202,7 +202,7 @@ class AGSCL(NodeMethod):
             mu *= weights / weights.mean()
         if self.config.by_layer in ("lam", "both"):
             mean = omega[~self.free].mean()
-            for here in in_first_layer(self.graph):
+            for here in self.graph.in_first_layer():
                 mine = here.to(omega.device) & ~self.free
                 omega[mine] *= mean / omega[mine].mean()
         self._mu, self._omega = mu[self._free.groups], omega[self._important.groups]
@@ -380,7 +380,7 @@ class AGSCL(NodeMethod):
     def _spared(self, new: Tensor, measured: Tensor) -> Tensor:
         """(groups,) those of the `new` ones that matter too little to be kept; their importance is 0 again."""
         spared = torch.zeros_like(new)
-        for here in in_first_layer(self.graph):
+        for here in self.graph.in_first_layer():
             mine = here.to(new.device) & (measured > 0)
             spared |= mine & new & (measured < self.config.spare * measured[mine].mean())
         self.omega[spared] = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,7 @@ from torch.optim import Optimizer
 
 from agscl.nodes import NodeGraph
 
-__all__ = ["choose", "in_first_layer", "refresh"]
-
-
-def in_first_layer(graph: NodeGraph) -> Iterator[Tensor]:
-    """Of each layer, the groups (groups,) that no layer before it has: a group counts there."""
-    seen = torch.zeros(graph.size, dtype=torch.bool)
-    for layer in graph.layers.values():
-        here = torch.zeros_like(seen)
-        here[layer.groups] = True
-        yield here & ~seen
-        seen |= here
+__all__ = ["choose", "refresh"]
 
 
 def choose(
@@ -31,7 +21,7 @@ def choose(
 ) -> Tensor:
     """A random share of each layer's free groups, n − ⌊n(1−share)⌋ of n, but no more than are `needed` there."""
     chosen = torch.zeros_like(free)
-    for here in in_first_layer(graph):
+    for here in graph.in_first_layer():
         candidates = (here & free).nonzero().flatten()
         count = len(candidates) - math.floor(len(candidates) * (1 - share))
         if needed is not None:
