@@ -300,7 +300,7 @@ def variants(result: Result) -> str:
 
 
 SYMBOLS = {"lam": "λ", "mu": "μ", "rho": "ρ", "c": "c"}
-STUDIED = "digits"
+STUDIED = "tinyimagenet32"
 """The preset whose studies are shown."""
 
 
