@@ -212,12 +212,13 @@ def _known(path: Path) -> dict[str, Any]:
         isinstance(one, dict) and isinstance(one.get("after"), dict) for one in seeds.values()
     ):
         raise RunError(f"{path} is damaged, or of another version. Remove it")
-    return {seed: one for seed, one in seeds.items() if all(map(_complete, one["after"].values()))}
+    return {seed: one for seed, one in seeds.items() if _complete(one["after"])}
 
 
-def _complete(curves: Any) -> bool:
+def _complete(after: Mapping[str, Any]) -> bool:
     """Whether all orders were measured: there were fewer once."""
-    return isinstance(curves, dict) and set(curves.get("aopc", ())) == set(ORDERS)
+    orders = [set(curves.get("aopc", ())) if isinstance(curves, dict) else set() for curves in after.values()]
+    return bool(orders) and all(each == set(ORDERS) for each in orders)
 
 
 def _perturbed(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
