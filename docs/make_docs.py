@@ -336,7 +336,9 @@ def areas(result: Result) -> str:
                     found.append(aopc[place])
                 cells.append(_spread_of(spread_over(found), 100, 1))
             lines.append(f"| {after} | {order} | " + " | ".join(cells) + " |")
-    note = f"Points of accuracy, mean over all tasks learned; {len(seeds)} seeds."
+    epochs = result["changes"].get("epochs")
+    note = f"Points of accuracy, mean over all tasks learned; {len(seeds)} seed{'s' * (len(seeds) != 1)}"
+    note += f", {epochs} epochs a task." if epochs else "."
     return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 
@@ -345,7 +347,7 @@ def _spread_of(measured: dict[str, Any], scale: float, digits: int) -> str:
         return "–"
     deviation = measured["deviation"]
     spread = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
-    return f"{scale * measured['mean']:.{digits}f}{spread}"
+    return f"{round(scale * measured['mean'], digits) + 0.0:.{digits}f}{spread}"  # never -0.0
 
 
 def search(result: Result) -> str:
@@ -632,6 +634,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "forms": made_from("forms")(variants),
     **{f"study-{name}": made_from(f"studies/{STUDIED}-{name}")(study) for name in ("reinit", "rho", "prox")},
     "study-aopc": made_from(f"studies/{STUDIED}-aopc")(areas),
+    "study-aopc-short": made_from(f"studies/{STUDIED}-short-aopc")(areas),
     "authors": authors,
     "fast": fast,
     "whole-runs": whole_runs,

@@ -216,6 +216,8 @@ def test_importances_tell_which_nodes_matter_after_the_first_task_and_after_all(
             assert scores[-1] == pytest.approx(curves["scores"]["highest"][-1])
         aopc = curves["aopc"]
         assert tuple(aopc) == studies.ORDERS
+        assert len(curves["importances"]) == 3
+        assert all(mean > 0 for mean in curves["importances"].values())
         for where in ("", " of each layer"):
             assert aopc[f"highest{where}"][-1] > aopc["random"][-1] > aopc[f"lowest{where}"][-1]
     assert main(words) == 0

@@ -265,10 +265,17 @@ def _curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
     orders = [[ascending.flip(0)], [ascending], [in_layers.flip(0)], [in_layers], drawn]
     found = {name: [curve(order) for order in of_name] for name, of_name in zip(ORDERS, orders, strict=True)}
     return {
+        "importances": _means(method),
         "pruned": found["random"][0].pruned,
         "scores": {name: _mean_curve([each.scores for each in curves]) for name, curves in found.items()},
         "aopc": {name: _mean_curve([each.aopc for each in curves]) for name, curves in found.items()},
     }
+
+
+def _means(method: AGSCL) -> dict[str, float]:
+    """The mean importance of each layer's nodes."""
+    layers = zip(method.graph.layers, method.graph.in_first_layer(), strict=True)
+    return {name: float(method.omega.cpu()[here].mean()) for name, here in layers if bool(here.any())}
 
 
 def store(folder: Path, preset: str, study: str, content: Mapping[str, Any], missing: Mapping[str, str]) -> Path:
