@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from measured import record
+from measured import commit, record, short
 from supervised import commits_of, parsed, run
 
 from agscl.experiments import studies
@@ -38,8 +38,10 @@ def main() -> None:
     for study, lines in planned.items():
         mine = [job for line in lines for job in line.jobs]
         finished = [job for job in mine if job.finished]
+        commits = commits_of([job.folder for job in finished])
         if study == "aopc":
             found = {"seeds": studies.perturbations(folder, arguments.preset, finished, print)}
+            commits = list(dict.fromkeys([*commits, short(commit())]))  # runs may be older than what looks at them
         else:
             found = {"lines": studies.collect(lines)}
         record(
@@ -48,7 +50,7 @@ def main() -> None:
                 "preset": arguments.preset,
                 "study": study,
                 "changes": changes,
-                "commits": commits_of([job.folder for job in finished]),
+                "commits": commits,
                 **found,
                 "complete": len(finished) == len(mine),
             },

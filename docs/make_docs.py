@@ -439,6 +439,19 @@ def goals(result: Result) -> str:
     )
 
 
+@made_from("benchmarks/whole_cuda_other")
+def other_machine(whole: Result) -> str:
+    """The same goals on another machine with the same GPU, and how its processor compares."""
+    ways = [load(f"benchmarks/{name}") for name in ("fast_cuda_other", "fast_cuda")]
+    there, here = (found["ways"]["plain"]["ms_per_step"] if found else math.nan for found in ways)
+    one, again = whole["whole"]["seconds"], whole["alone"]["again"]["process_seconds"]
+    return (
+        f"Machines with this GPU are not all alike: on another, where a plain step took {there:.1f} ms instead of "
+        f"{here:.1f}, an earlier\ncommit ({whole['commit']}) took {one:.1f} s for one seed, {again:.1f} s as a "
+        f"process of its own and {whole['side_by_side']['seconds']:.1f} s for five."
+    )
+
+
 ONE, FIVE = 20, 60
 """Seconds that one seed and five seeds of `tinyimagenet32` were to take on an H200."""
 
@@ -492,8 +505,8 @@ def slower_ways(result: Result) -> str:
     )
 
 
-STEPS = 18_000
-"""Of a run of `tinyimagenet32`."""
+STEPS = 10 * 100 * math.ceil(4500 / 256)
+"""Of a run of `tinyimagenet32`: tasks, epochs, batches."""
 
 
 @made_from("cuda_tests")
@@ -535,10 +548,11 @@ def _parts_of_a_run(result: dict[str, Any]) -> list[str]:
     first, again = result["alone"].values()
     alone, together = again["training_seconds"], [run["training_seconds"] for run in result["side_by_side"]["runs"]]
     return [
-        f"Of a process of its own, {again['process_seconds'] - again['seconds']:.0f} s go into starting Python and "
-        f"importing torch, {again['seconds'] - alone:.0f} s into making data, CUDA, cuDNN and the node graph ready, "
-        f"{first['training_seconds'] - alone:.0f} s into compiling the first time. {len(together)} side by side fill "
-        f"the GPU: training took each of them {statistics.mean(together) / alone:.1f} times as long as one alone.",
+        f"Of a process of its own, {again['process_seconds'] - again['seconds']:.0f} s go into starting Python, "
+        f"importing torch and ending, {again['seconds'] - alone:.0f} s into making data, CUDA, cuDNN and the node "
+        f"graph ready, {first['training_seconds'] - alone:.0f} s into compiling the first time. {len(together)} side "
+        f"by side fill the GPU: training took each of them {statistics.mean(together) / alone:.1f} times as long as "
+        "one alone.",
         "",
     ]
 
@@ -639,6 +653,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "fast": fast,
     "whole-runs": whole_runs,
     "goals": goals,
+    "other-machine": other_machine,
     "one-run": one_run,
     "several-runs": several_runs,
     "one-seed": one_seed,
