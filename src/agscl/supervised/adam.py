@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,25 +19,47 @@ WHOLE = 65_536
 FOUR = 4
 """The kernel takes four numbers at a time where it can, and rounds a weight decay otherwise where it cannot: tensors
 that are no multiple of four stay whole, and pieces are multiples of four."""
+LAUNCH = 36
+"""Torch launches the kernel for so many tensors at a time, one launch after the other; here they run side by side."""
 
 
 class _InPieces(torch.optim.Optimizer):
-    """For steps without a GradScaler: the counters go up whatever it found."""
+    """For steps without a GradScaler or a closure, of parameters of one kind on one device."""
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Called by `step` to collect parameters, gradients, moments and, last, the counters of steps."""
-        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
-        *tensors, steps = [one for one in lists if isinstance(one, list) and one] or [[]]
-        if group["fused"] and steps:
-            size = max(PIECE, FOUR * -(-sum(parameter.numel() for parameter in tensors[0]) // (FOUR * PIECES)))
-            cuts = [_cut(size, *of_one) for of_one in zip(*tensors, strict=True)]
-            counts = [step for step, pieces in zip(steps, cuts, strict=True) for _ in pieces[0]]
-            own = torch._foreach_add(counts, 0)  # the kernel counts each piece's step by itself
-            torch._foreach_add_(steps, 1)
-            steps[:] = own
-            for place, one in enumerate(tensors):
-                one[:] = [piece for pieces in cuts for piece in pieces[place]]
-        return has_complex
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None or not all(group["fused"] for group in self.param_groups):
+            return super().step(closure)
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)  # type: ignore[attr-defined]
+            if lists[0]:
+                self._step_of(group, *lists)
+        return None
+
+    def _step_of(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        """A step of parameters, given with their gradients, moments, largest moments (if so set) and step counters."""
+        *tensors, steps = lists
+        torch._foreach_add_(steps, 1)
+        parts = [one for one in tensors if one]
+        size = max(PIECE, FOUR * -(-sum(parameter.numel() for parameter in parts[0]) // (FOUR * PIECES)))
+        cuts = [_cut(size, *of_one) for of_one in zip(*parts, strict=True)]
+        pieces = [[piece for cut in cuts for piece in cut[place]] for place in range(len(parts))]
+        pieces += [[] for _ in range(len(tensors) - len(parts))]
+        pieces.append([step for step, cut in zip(steps, cuts, strict=True) for _ in cut[0]])
+        beta1, beta2 = group["betas"]
+        kernel = partial(
+            torch._fused_adamw_ if isinstance(self, torch.optim.AdamW) else torch._fused_adam_,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+        launches = [[one[at : at + LAUNCH] for one in pieces] for at in range(0, len(pieces[0]), LAUNCH)]
+        _side_by_side([partial(kernel, *launch) for launch in launches], parts[0][0].device)
 
 
 class Adam(_InPieces, torch.optim.Adam):
@@ -55,3 +79,24 @@ def _cut(size: int, parameter: Tensor, *others: Tensor) -> list[tuple[Tensor, ..
     if alike and dense and fours and size < WHOLE and parameter.numel() > size:
         return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in each]
     return [(one,) for one in each]
+
+
+def _side_by_side(works: Sequence[partial[Any]], device: torch.device) -> None:
+    """Do them all, on a GPU each on a stream of its own, between what came before and what comes after."""
+    if device.type != "cuda" or len(works) == 1:
+        for work in works:
+            work()
+        return
+    here = torch.cuda.current_stream(device)
+    streams = _streams(device, len(works))
+    for work, stream in zip(works, streams, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            work()
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+@cache
+def _streams(device: torch.device, count: int) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(count))
