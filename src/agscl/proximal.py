@@ -26,7 +26,7 @@ def shrink(rows: Sequence[Tensor], thresholds: Tensor, members: Tensor | None = 
     factors = _factors(group_norms(wide, members), thresholds, wide, members)
     shrunk = torch._foreach_mul(wide, factors)
     return [
-        torch.where(factor == 0, 0.0, new).to(row.dtype) for row, factor, new in zip(rows, factors, shrunk, strict=True)
+        new.masked_fill_(factor == 0, 0.0).to(row.dtype) for row, factor, new in zip(rows, factors, shrunk, strict=True)
     ]
 
 
@@ -78,6 +78,8 @@ def _factors(norms: Tensor, thresholds: Tensor, rows: Sequence[Tensor], members:
 
 def _spread(values: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
     """(groups,) values to the groups' rows: one tensor (n, 1, …) per tensor of `rows`, in its dtype."""
+    kinds = {row.dtype for row in rows}
+    values = values.to(kinds.pop()) if len(kinds) == 1 else values  # once for all
     if members is None:
         parts: Sequence[Tensor] = [values] * len(rows)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,12 +94,19 @@ class Task:
     def inputs(self, x: Tensor) -> Tensor:
         """What a model reads of `x`, some of this task's inputs: floats, normalised. Nothing is drawn at random."""
         if x.dtype == torch.uint8 and self.crop is None and self.mean is not None and self.std is not None:
-            by_channel = (-1, *[1] * (x.dim() - 2))  # in two passes over the data instead of four
-            return x.sub(255 * self.mean.view(by_channel)).div_(255 * self.std.view(by_channel))
+            mean, std = (one.view(-1, *[1] * (x.dim() - 2)) for one in self._of_bytes)
+            return x.sub(mean).div_(std)  # in two passes over the data instead of four
         x = _floats(x)
         if self.crop is not None and x.shape[-2:] != (self.crop, self.crop):
             x = F.interpolate(x, (self.crop, self.crop), mode="bilinear", antialias=True)
         return self._normalised(x)
+
+    @cached_property
+    def _of_bytes(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of inputs that are bytes."""
+        assert self.mean is not None
+        assert self.std is not None
+        return 255 * self.mean, 255 * self.std
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels of these rows of the training data, for a training step.
