@@ -441,6 +441,22 @@ def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_no
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_whole_batches_are_compiled_and_the_last_one_and_validation_rearranged_alone(monkeypatch, engine):
+    from agscl.supervised.compiled import Compiled
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    used, in_use = [], Compiled.in_use
+    monkeypatch.setattr(Compiled, "in_use", lambda self, compiled=True: used.append(compiled) or in_use(self, compiled))
+    trainer = make_trainer(FineTune, replace(QUICK, epochs=2, engine=engine, compile=True), tasks=TASKS[:1])
+    outcome(trainer)
+    whole, rest = divmod(len(TASKS[0].train_y), QUICK.batch_size)
+    assert rest, "or the test has nothing to see"
+    epoch = [True] * whole + [False, False]
+    assert used == [*epoch[1:], *epoch], "a method may look the network over at the first step"
+
+
 def assert_same_compiled(compiled, trunk, x):
     """Output and gradients."""
     found = []
@@ -561,6 +577,7 @@ def test_only_windows_that_are_blocks_are_compared_block_by_block(monkeypatch, p
     used = []
     apply = compiled.Largest.apply
     monkeypatch.setattr(compiled.Largest, "apply", lambda *given: used.append(1) or apply(*given))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x = torch.randn(*[2] * batched, 3, 68, 68, generator=torch.Generator().manual_seed(0), requires_grad=True)
     plain, other = pool(x), compiled.pooled(pool, x)
     assert torch.equal(other, plain)

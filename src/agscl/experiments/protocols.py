@@ -36,7 +36,7 @@ class Joint(Trainer):
     def examples(self) -> int:
         return sum(len(task.train_y) for task in self.tasks[: self.task_index + 1])
 
-    def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
+    def _loss(self, rows: Tensor) -> Tensor:
         of, within = (part[rows] for part in self._pool)
         mine = {place: of == place for place in of.unique().tolist()}
         batches = {place: self.task_at(place).batch(within[here]) for place, here in mine.items()}

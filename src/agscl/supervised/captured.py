@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.garbage import held_off
+from agscl.supervised.compiled import let_compilers_go
 
 if TYPE_CHECKING:
     from agscl.supervised.trainer import Trainer
@@ -115,11 +116,10 @@ class Captured:
         rows = self.order[self.at + self.places[:width]]
         self.at += width
         self.optimizer.zero_grad(set_to_none=True)
-        whole = width == trainer.config.batch_size  # for the last batch alone compiling does not pay
-        loss = trainer._loss(rows, compiled=trainer._met and whole)
+        loss = trainer._loss(rows)
         loss.backward()
         self.optimizer.step()
-        trainer._loss_sum += loss.detach() * width
+        trainer._loss_sum.add_(loss.detach(), alpha=width)
 
     @torch.no_grad()
     def _end_epoch(self, tell_method: bool) -> None:
@@ -139,7 +139,7 @@ class Captured:
             if trainer._best_weights is not None:
                 for name, value in trainer._trained(self.optimizer).items():
                     best = trainer._best_weights[name]
-                    best.copy_(torch.where(better, value, best))
+                    torch.where(better, value, best, out=best)
             if config.patience is not None:
                 self._drop_rate(self.stalled >= config.patience, config.factor)
         trainer._loss_sum.zero_()
@@ -185,6 +185,7 @@ class Captured:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        let_compilers_go()  # what is captured is compiled
         return graph
 
     def _note_figures(self) -> None:

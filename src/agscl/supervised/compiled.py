@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from threading import Thread
 from types import MethodType
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl.garbage import held_off
+from agscl.supervised.convolution import convolved, differentiated, of_pictures, seen, suits
 
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
@@ -36,26 +39,30 @@ class Compiled:
 
     def __init__(self, module: nn.Module, rearranged: bool) -> None:
         self.module = module
-        with held_off():  # much is imported, and nothing is let go
-            self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False)
+        device = next(module.parameters()).device
+        options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None  # small ones joined
+        with _waking(device), held_off():  # much is imported, and nothing is let go
+            self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False, options=options)
         parts = list(module.modules()) if rearranged else []
         self.narrow = [part for part in parts if _narrow(part)]
+        self.suited = [part for part in parts if suits(part) and part not in self.narrow]
         self.chains = [part for part in parts if type(part) is nn.Sequential and _pooling(part)]
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let calls of the module run as compiled, unless there are hooks within it."""
+    def in_use(self, compiled: bool = True) -> Iterator[None]:
+        """Let calls of the module run as compiled, or as rearranged alone, unless there are hooks within it."""
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
         if hooked:
             yield
             return
-        other = {part: MethodType(as_product, part) for part in self.narrow if _as_made(part)}
+        other = {part: MethodType(as_product, part) for part in self.narrow if compiled and _as_made(part)}
+        other |= {part: MethodType(convolved, part) for part in self.suited if _as_made(part)}
         other |= {part: MethodType(pooled_first, part) for part in self.chains if all(map(_as_made, part.modules()))}
-        self.module._compiled_call_impl = self.call
+        self.module._compiled_call_impl = self.call if compiled else None
         for part, forward in other.items():
             part.forward = forward
         try:
-            with held_off(), _found_again() if self.chains else nullcontext():
+            with held_off(), _found_again() if self.chains or self.suited else nullcontext():
                 yield
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -69,6 +76,55 @@ class Compiled:
             self.module._compiled_call_impl = None
             for part in other:
                 del part.forward
+
+
+def let_compilers_go() -> None:
+    """End the processes that torch compiled in, without waiting for them: at its own end this one would, for seconds.
+
+    Whoever compiles later starts new ones.
+    """
+    pooling: Any = sys.modules.get("torch._inductor.async_compile")
+    pools = list(getattr(pooling, "_pool_set", ()))
+    if pools:
+        pooling.after_fork()  # forgets them
+        Thread(target=lambda: [pool.shutdown() for pool in pools]).start()
+
+
+@contextmanager
+def _waking(device: torch.device) -> Iterator[None]:
+    """While torch's compiler is imported, which is Python's work alone, let the libraries of the GPU start.
+
+    And afterwards, while other things begin, let that be hashed by which torch looks for what it compiled before.
+    """
+    if device.type != "cuda" or "torch._dynamo" in sys.modules:
+        yield
+        return
+    waking = Thread(target=_wake, args=(device,))
+    waking.start()
+    try:
+        yield
+    finally:
+        waking.join()
+    Thread(target=_hash, daemon=True).start()
+
+
+def _hash() -> None:
+    """The code of torch and Triton. Torch keeps the result."""
+    with suppress(Exception):  # names of its own, which may change: it then does so when it needs it
+        from torch._inductor import codecache
+
+        codecache.torch_key()
+        codecache.CacheBase.get_system()
+
+
+def _wake(device: torch.device | str) -> None:
+    """A convolution and a product, there and back, of nothing but zeros."""
+    with suppress(RuntimeError), torch.no_grad():  # what is wrong will be said where it matters
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = (torch.zeros(*size, 32, 16, 16, device=device, dtype=dtype) for size in ((256,), (32,)))
+            x, weight = (one.contiguous(memory_format=torch.channels_last) for one in (x, weight[:, :, :3, :3]))
+            differentiated(F.conv2d(x, weight, padding=1), x, weight, [True, True, False])
+            F.linear(x.flatten(1)[:, :64], weight.flatten(1)[:, :64])
 
 
 def _found_again() -> AbstractContextManager[Any]:
@@ -108,16 +164,19 @@ def _to_power_of_two(count: int) -> int:
 def pooled_first(chain: nn.Sequential, x: Tensor) -> Tensor:
     """What the chain gives of `x`. Adding a bias and ReLU keep the order of numbers, so the maximum may come first."""
     layers, pooling = list(chain), _pooling(chain)
-    place = 0
+    kinds, place = [type(layer) for layer in layers], 0
     while place < len(layers):
         if place in pooling:
             convolution, _, pool = layers[place : place + 3]
             assert isinstance(convolution, nn.Conv2d)
-            x = pooled(pool, convolution._conv_forward(x, convolution.weight, None))  # type: ignore[arg-type]
+            x = pooled(pool, convolved(convolution, x, with_bias=False))  # type: ignore[arg-type]
             if convolution.bias is not None:
                 x = x + convolution.bias.to(x.dtype)[:, None, None]
             x = F.relu(x)
             place += 3
+        elif kinds[place : place + 2] == [nn.Conv2d, nn.ReLU] and of_pictures(layers[place], x):  # type: ignore[arg-type]
+            x = seen(layers[place], x)  # type: ignore[arg-type]
+            place += 2
         else:
             x = layers[place](x)
             place += 1
@@ -125,12 +184,12 @@ def pooled_first(chain: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def pooled(pool: nn.MaxPool2d, x: Tensor) -> Tensor:
-    """What the pool gives of `x`, block by block where its windows are blocks."""
+    """What the pool gives of `x`, block by block where its windows are blocks, which pays where it is compiled."""
     size = pool.kernel_size
     if not isinstance(size, int) or size > BLOCK or (pool.stride, pool.padding, pool.dilation) != (size, 0, 1):
         return pool(x)  # type: ignore[no-any-return]
     whole = x.dim() == 4 and not any(side % size for side in x.shape[2:])
-    return Largest.apply(x, size) if whole else pool(x)  # type: ignore[no-untyped-call,no-any-return]
+    return Largest.apply(x, size) if whole and torch.compiler.is_compiling() else pool(x)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Largest(torch.autograd.Function):

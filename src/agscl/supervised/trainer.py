@@ -265,19 +265,20 @@ class Trainer:
 
     def _train_step(self, optimizer: torch.optim.Optimizer) -> None:
         rows = self._batches[self.step]
-        loss = self._loss(rows, compiled=self._met and len(rows) == self.config.batch_size)
+        loss = self._loss(rows)
         self._met = True
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        self._loss_sum += loss.detach() * len(rows)
+        self._loss_sum.add_(loss.detach(), alpha=len(rows))
         self.step += 1
 
-    def _loss(self, rows: Tensor, compiled: bool = False) -> Tensor:
+    def _loss(self, rows: Tensor) -> Tensor:
         """The mean loss of these rows of the training data."""
         x, y = self.task.batch(rows)
+        whole = len(rows) == self.config.batch_size  # for the last batch alone compiling does not pay
         try:
-            with self._compiled.in_use() if self._compiled and compiled else nullcontext():
+            with self._compiled.in_use(whole) if self._compiled and self._met else nullcontext():
                 return self._loss_of(x, y, self.task.name)
         except ValueError as error:
             if len(rows) > 1:
@@ -403,7 +404,7 @@ class Trainer:
         assert task.valid_x is not None
         assert task.valid_y is not None
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        with self._evaluating():
+        with self._evaluating(), self._compiled.in_use(False) if self._compiled else nullcontext():
             for x, y in zip(task.valid_x.split(EVALUATION_BATCH), task.valid_y.split(EVALUATION_BATCH), strict=True):
                 total += len(y) * self._loss_of(task.inputs(x), y, task.name)
         return total / len(task.valid_y)

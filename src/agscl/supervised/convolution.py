@@ -1,0 +1,211 @@
+"""Convolutions of 3 × 3 pixels in bfloat16 with kernels of our own, where cuDNN's take about twice as long.
+
+That is at the few channels of the paper's networks: the first convolution, of pictures, with the ReLU behind it; and
+the gradient of all others' weights. Weights' gradients are in float32, as the weights are. Each operation has a twin
+in plain torch, which a CPU runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHANNELS = (16, 32, 64, 128)
+"""Numbers of channels that the kernels take: powers of two, of which an accumulator fits into registers."""
+COLOURS = (1, 2, 3)
+"""Numbers of channels of pictures: a 3 × 3 kernel then has at most 32 weights per output."""
+SHARES, BLOCK = 512, 128
+"""For pictures: shares of all pixels for which gradients are summed up by themselves, and pixels taken at a time."""
+
+
+class Division(NamedTuple):
+    """How the work is divided, as measured on an H200."""
+
+    shares: int
+    """Of all pixels; each has an accumulator of its own, and these are summed up at the end."""
+    row: bool
+    """Whether three places of the 3 × 3 are computed at a time."""
+    block: int
+    """Pixels taken at a time."""
+    warps: int = 4
+    stages: int = 3
+
+
+def division(outputs: int, inputs: int) -> Division:
+    if outputs * inputs <= 1024:
+        return Division(128, row=True, block=128, warps=2, stages=2)
+    if outputs * inputs <= 4096:
+        return Division(128 if outputs * inputs <= 2048 else 64, row=True, block=32)
+    return Division(16, row=False, block=32)
+
+
+def suits(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution of the kind."""
+    return (
+        type(layer) is nn.Conv2d
+        and layer.kernel_size == (3, 3)
+        and layer.stride == layer.dilation == layer.padding == (1, 1)
+        and layer.groups == 1
+        and layer.padding_mode == "zeros"
+        and layer.in_channels in (*CHANNELS, *COLOURS)
+        and layer.out_channels in CHANNELS
+    )
+
+
+def of_pictures(convolution: nn.Conv2d, x: Tensor) -> bool:
+    """Whether ReLU of the convolution may be computed as `seen` does."""
+    kind = suits(convolution) and convolution.in_channels in COLOURS and convolution.bias is not None
+    return kind and not x.requires_grad and _takes(x)
+
+
+def seen(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    """ReLU of what the convolution gives of pictures."""
+    y: Tensor = Seen.apply(x, convolution.weight, convolution.bias)  # type: ignore[no-untyped-call]
+    return y
+
+
+def convolved(convolution: nn.Conv2d, x: Tensor, with_bias: bool = True) -> Tensor:
+    """What the convolution gives of `x`, or gives before its bias is added."""
+    bias = convolution.bias if with_bias else None
+    wide = suits(convolution) and convolution.in_channels in CHANNELS
+    y: Tensor
+    if not (wide and x.requires_grad and _takes(x)):
+        y = convolution._conv_forward(x, convolution.weight, bias)
+        return y
+    y = Convolved.apply(x.to(torch.bfloat16), convolution.weight)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias.to(y.dtype)[:, None, None]
+
+
+def _takes(x: Tensor) -> bool:
+    """Whether the kernels can be used for these inputs: in bfloat16, channels last."""
+    if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return dtype == torch.bfloat16 and x.dtype != torch.float64
+
+
+class Convolved(torch.autograd.Function):
+    """A convolution of numbers in bfloat16 by weights in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rounded = weight.to(x.dtype)
+        ctx.save_for_backward(x, rounded)
+        return F.conv2d(x, rounded, padding=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_x = differentiated(gradient, x, weight, [True, False, False])[0]
+        return of_x, _whole(weight_gradients(gradient, x))
+
+
+class Seen(torch.autograd.Function):
+    """ReLU of a convolution of pictures."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y: Tensor = pictures(x, weight, bias)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+        parts, sums = picture_gradients(gradient, *ctx.saved_tensors)
+        return None, _whole(parts), sums.sum(0)
+
+
+def _whole(parts: Tensor) -> Tensor:
+    """The gradient of the weights, laid out as they are."""
+    return parts.sum(0).permute(0, 3, 1, 2)
+
+
+def differentiated(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
+    """The gradients of `x` and weight that are wanted, as torch computes them."""
+    once, none = [1, 1], [0, 0]
+    found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, once, once, once, False, none, 1, wanted
+    )
+    return found
+
+
+# The operations ------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("agscl::weight_gradients", mutates_args=())
+def weight_gradients(gradient: Tensor, x: Tensor) -> Tensor:
+    """(shares, outputs, 3, 3, inputs) whose sum is the gradient of a convolution's weights."""
+    gradient, x = _laid_out(gradient), _laid_out(x)
+    parts: Tensor = _weight_gradients_room(gradient, x)
+    if x.is_cuda:
+        from agscl.supervised.kernels import weights
+
+        how = division(gradient.shape[1], x.shape[1])
+        weights(gradient, x, parts, row=how.row, block=how.block, warps=how.warps, stages=how.stages)
+    else:
+        _in_one_share(parts, gradient, x)
+    return parts
+
+
+@weight_gradients.register_fake
+def _weight_gradients_room(gradient: Tensor, x: Tensor) -> Tensor:
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    return x.new_empty((division(outputs, inputs).shares, outputs, 3, 3, inputs), dtype=torch.float32)
+
+
+@torch.library.custom_op("agscl::pictures", mutates_args=())
+def pictures(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """ReLU of a convolution, in bfloat16."""
+    x, weight = _laid_out(x), _laid_out(weight)
+    y: Tensor = _pictures_room(x, weight, bias)
+    if x.is_cuda:
+        from agscl.supervised import kernels
+
+        kernels.pictures(x, weight, bias, y, block=BLOCK)
+        return y
+    x, weight, bias = (one.to(torch.bfloat16) for one in (x, weight, bias))
+    return y.copy_(F.conv2d(x, weight, bias, padding=1).relu())
+
+
+@pictures.register_fake
+def _pictures_room(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    examples, _, height, width = x.shape
+    return x.new_empty((examples, height, width, len(weight)), dtype=torch.bfloat16).permute(0, 3, 1, 2)
+
+
+@torch.library.custom_op("agscl::picture_gradients", mutates_args=())
+def picture_gradients(gradient: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """As `weight_gradients`, of `pictures`, which gave `y` of `x`; and the same of the bias, (shares, outputs)."""
+    gradient, x, y = _laid_out(gradient), _laid_out(x), _laid_out(y)
+    parts, sums = _picture_gradients_room(gradient, x, y)
+    if x.is_cuda:
+        from agscl.supervised.kernels import picture_weights
+
+        picture_weights(gradient, x, y, parts, sums, block=BLOCK)
+    else:
+        gradient = torch.where(y > 0, gradient, 0)
+        _in_one_share(parts, gradient, x.to(torch.bfloat16))
+        sums.zero_()[0] = gradient.float().sum((0, 2, 3))
+    return parts, sums
+
+
+@picture_gradients.register_fake
+def _picture_gradients_room(gradient: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    sums = x.new_empty((SHARES, outputs), dtype=torch.float32)
+    return sums.new_empty((SHARES, outputs, 3, 3, inputs)), sums
+
+
+def _in_one_share(parts: Tensor, gradient: Tensor, x: Tensor) -> None:
+    """The gradient of weights as torch computes it, and 0 for all shares but one."""
+    weight = torch.zeros_like(parts[0].permute(0, 3, 1, 2))
+    whole = differentiated(gradient.float(), x.float(), weight, [False, True, False])[1]
+    parts.zero_()[0] = whole.permute(0, 2, 3, 1)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)

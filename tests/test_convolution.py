@@ -1,0 +1,234 @@
+"""Operations that have kernels of their own on a GPU, and twins in plain torch."""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agscl.supervised import compiled
+from agscl.supervised.compiled import Compiled
+from agscl.supervised.convolution import (
+    convolved,
+    of_pictures,
+    picture_gradients,
+    pictures,
+    seen,
+    suits,
+    weight_gradients,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+
+
+class Called(TorchDispatchMode):
+    """The operations of ours that are called within, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "agscl":
+            self.names.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+def drawn(*shape, device, dtype=torch.bfloat16, seed=0):
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(device, dtype).contiguous(memory_format=torch.channels_last)
+
+
+def of_float64(gradient, x, weight):
+    """Gradients of weight and bias, computed with twice the digits."""
+    weight = weight.double().requires_grad_()
+    bias = torch.zeros(len(weight), dtype=torch.double, device=weight.device, requires_grad=True)
+    y = F.conv2d(x.double(), weight, bias, padding=1)
+    return torch.autograd.grad(y, (weight, bias), gradient.double())
+
+
+def error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(3, 8, 8), (7, 5, 9), (16, 32, 32)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128)])
+def test_the_gradient_of_weights_is_what_more_digits_give(device, inputs, outputs, shape):
+    examples, height, width = shape
+    if device == "cpu" and inputs * outputs * examples > 2**16:
+        pytest.skip("as the smaller ones, and slow")
+    x = drawn(examples, inputs, height, width, device=device)
+    gradient = drawn(examples, outputs, height, width, device=device, seed=1)
+    weight = torch.zeros(outputs, inputs, 3, 3, device=device)
+    parts = weight_gradients(gradient, x)
+    assert parts.dtype == torch.float32
+    assert error(parts.sum(0).permute(0, 3, 1, 2), of_float64(gradient, x, weight)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(3, 8, 8), (7, 5, 9), (16, 32, 32)])
+@pytest.mark.parametrize(("channels", "outputs"), [(1, 16), (2, 32), (3, 32), (3, 128)])
+def test_pictures_and_their_gradients_are_what_more_digits_give(device, channels, outputs, shape):
+    examples, height, width = shape
+    x = drawn(examples, channels, height, width, device=device, dtype=torch.float32)
+    weight = drawn(outputs, channels, 3, 3, device=device, dtype=torch.float32, seed=1)
+    bias = drawn(outputs, 1, 1, 1, device=device, dtype=torch.float32, seed=2).flatten()
+    gradient = drawn(examples, outputs, height, width, device=device, seed=3)
+    rounded = [one.bfloat16().double() for one in (x, weight, bias)]
+    y = pictures(x, weight, bias)
+    assert y.dtype == torch.bfloat16
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert error(y, F.conv2d(*rounded, padding=1).relu()) < 4e-3  # bfloat16 keeps 8 bits
+    parts, sums = picture_gradients(gradient, x, y)
+    of_weight, of_bias = of_float64(torch.where(y > 0, gradient, 0), rounded[0], weight)
+    assert error(parts.sum(0).permute(0, 3, 1, 2), of_weight) < 1e-4
+    assert error(sums.sum(0), of_bias) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_picture_that_is_not_a_number_is_not_hidden_by_relu(device):
+    x = drawn(2, 3, 4, 4, device=device, dtype=torch.float32)
+    x[1, 0, 2, 2] = float("nan")
+    y = pictures(x, drawn(16, 3, 3, 3, device=device, dtype=torch.float32), torch.zeros(16, device=device))
+    assert bool(y[0].isfinite().all())
+    assert bool(y[1, :, 1:, 1:].isnan().all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_torch_is_told_the_truth_about_the_operations(device):
+    x, gradient = drawn(2, 16, 4, 4, device=device), drawn(2, 32, 4, 4, device=device)
+    torch.library.opcheck(weight_gradients, (gradient, x))
+    x = drawn(2, 3, 4, 4, device=device, dtype=torch.float32)
+    weight, bias = drawn(32, 3, 3, 3, device=device, dtype=torch.float32), torch.ones(32, device=device)
+    torch.library.opcheck(pictures, (x, weight, bias))
+    torch.library.opcheck(picture_gradients, (gradient, x, pictures(x, weight, bias)))
+
+
+def network():
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(32, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.Flatten()]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_a_rearranged_network_uses_them_in_bfloat16_alone_and_is_as_exact(precision):
+    torch.manual_seed(0)
+    trunk, x = network(), drawn(8, 3, 8, 8, device="cpu", dtype=torch.float32)
+    rearranged = Compiled(trunk, rearranged=True)
+
+    def learned(within, precision=precision):
+        trunk.zero_grad()
+        with Called() as called, within, torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            output = trunk(x)
+            output.float().square().mean().backward()
+        return [output.detach(), *[parameter.grad for parameter in trunk.parameters()]], sorted(called.names)
+
+    exact, _ = learned(nullcontext(), torch.float32)
+    plain, none = learned(nullcontext())
+    other, some = learned(rearranged.in_use(compiled=False))
+    assert none == []
+    three = ["weight_gradients"] * 3
+    assert some == (["picture_gradients", "pictures", *three] if precision == torch.bfloat16 else [])
+    for true, usual, new in zip(exact, plain, other, strict=True):
+        assert error(new, true.double()) < 1.5 * error(usual, true.double()) + 1e-6
+        assert new.stride() == usual.stride()
+    assert not any("forward" in vars(part) for part in trunk.modules())
+
+
+def test_hooks_within_a_network_are_called_rearranged_or_not():
+    trunk, met = network(), []
+    trunk[0].register_forward_hook(lambda *_: met.append(1))
+    with Compiled(trunk, rearranged=True).in_use(compiled=False), torch.autocast("cpu", torch.bfloat16):
+        trunk(drawn(4, 3, 8, 8, device="cpu", dtype=torch.float32))
+    assert met == [1]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(16, 16, 5, padding=2),
+        nn.Conv2d(16, 16, 3),
+        nn.Conv2d(16, 16, 3, padding=1, stride=2),
+        nn.Conv2d(16, 16, 3, padding=2, dilation=2),
+        nn.Conv2d(16, 16, 3, padding=1, groups=2),
+        nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(20, 16, 3, padding=1),
+        nn.Conv2d(16, 256, 3, padding=1),
+        nn.ConvTranspose2d(16, 16, 3, padding=1),
+    ],
+)
+def test_other_convolutions_are_left_to_torch(layer):
+    assert not suits(layer)
+
+
+@pytest.mark.parametrize(
+    ("x", "given"),
+    [
+        (torch.randn(2, 16, 4, 6), "a picture laid out channel by channel"),
+        (torch.randn(16, 4, 6), "one picture, not a batch"),
+        (drawn(2, 16, 4, 6, device="cpu", dtype=torch.double), "twice the digits"),
+    ],
+)
+def test_other_inputs_are_left_to_torch(x, given):
+    layer = nn.Conv2d(16, 32, 3, padding=1).to(x.dtype if x.dtype == torch.double else torch.float32)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), Called() as called:
+        y = convolved(layer, x)
+        assert torch.equal(y, layer(x)), given
+        y.sum().backward()
+    assert called.names == []
+
+
+def test_pictures_whose_own_gradient_is_wanted_are_left_to_torch():
+    layer, x = nn.Conv2d(3, 16, 3, padding=1), drawn(2, 3, 4, 4, device="cpu")
+    assert of_pictures(layer, x)
+    assert torch.equal(seen(layer, x), pictures(x, layer.weight, layer.bias))
+    assert not of_pictures(layer, x.clone().requires_grad_())
+    assert not of_pictures(nn.Conv2d(3, 16, 3, padding=1, bias=False), x)
+    assert not of_pictures(nn.Conv2d(16, 16, 3, padding=1), drawn(2, 16, 4, 4, device="cpu"))
+
+
+def test_processes_that_compiled_are_ended_and_forgotten_and_nobody_waits(monkeypatch):
+    ended = []
+    pool = SimpleNamespace(shutdown=lambda: ended.append(pool))
+    pools, started = [pool], []
+    pooling = SimpleNamespace(_pool_set=pools, after_fork=pools.clear)
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", pooling)
+
+    def thread(target):
+        return SimpleNamespace(start=lambda: started.append(target))
+
+    monkeypatch.setattr(compiled, "Thread", thread)
+    compiled.let_compilers_go()
+    compiled.let_compilers_go()
+    assert pools == []
+    assert ended == []
+    assert len(started) == 1
+    started[0]()
+    assert ended == [pool]
+
+
+def test_where_torch_never_compiled_there_is_nothing_to_end(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile", raising=False)
+    compiled.let_compilers_go()
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", SimpleNamespace())  # another version of it
+    compiled.let_compilers_go()
+
+
+def test_waking_a_device_draws_no_random_numbers_and_leaves_nothing_behind():
+    before = torch.get_rng_state()
+    compiled._wake("cpu")
+    compiled._wake("meta")  # of which nothing can be computed, or all
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_torch_still_has_what_is_hashed_in_advance():
+    from torch._inductor import codecache
+
+    assert len(codecache.torch_key()) > 0
+    assert "hash" in codecache.CacheBase.get_system()
