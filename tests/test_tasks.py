@@ -828,3 +828,19 @@ def test_tensors_that_ask_for_gradients_are_taken_as_they_are():
     x = torch.randn(40, 3, requires_grad=True)
     (task,) = tasks.from_tensors(x, [0, 1] * 20)
     assert not task.train_x.requires_grad
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_batch_is_laid_out_in_memory_as_the_data_is_and_holds_the_same(channels):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (6, channels, 4, 5), generator=draw, dtype=torch.uint8)
+    y, some = torch.zeros(6, dtype=torch.long), torch.arange(1, channels + 1) / 4
+    task = Task("t", 1, x, y, None, None, x, y, mean=some, std=some)
+    other = task.laid_out(lambda x: x.contiguous(memory_format=torch.channels_last))
+    assert other.valid_x is None
+    rows = torch.tensor([4, 0, 4])
+    (plain, labels), (batch, same) = task.batch(rows), other.batch(rows)
+    assert torch.equal(batch, plain)
+    assert torch.equal(labels, same)
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    assert plain.is_contiguous()

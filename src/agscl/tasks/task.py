@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,11 @@ class Task:
     def to(self, device: torch.device | str) -> Task:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
+
+    def laid_out(self, layout: Callable[[Tensor], Tensor]) -> Task:
+        """With its inputs laid out in memory by a function."""
+        inputs: dict[str, Any] = {name: getattr(self, name) for name in ("train_x", "valid_x", "test_x")}
+        return replace(self, **{name: layout(x) for name, x in inputs.items() if x is not None})
 
     def check(self) -> None:
         """Raise where a part of the data cannot be learned from, or would give figures that mean nothing."""
@@ -113,7 +118,7 @@ class Task:
 
         Crops are drawn by torch's global generator of the data's device.
         """
-        x, y = self.train_x[rows], self.train_y[rows]
+        x, y = _rows(self.train_x, rows), self.train_y[rows]
         if self.crop is None or self.shapes is None:
             return self.inputs(x), y
         return self._normalised(random_resized_crop(_floats(x), self.shapes[rows], self.crop)), y
@@ -197,6 +202,13 @@ def _part(examples: Examples, rows: Array, classes: Sequence[int]) -> tuple[Tens
     if isinstance(examples.x, Tensor):
         return examples.x[torch.from_numpy(rows)], y
     return torch.from_numpy(examples.x[rows]), y
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows, laid out in memory as all are."""
+    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2)
+    return x[rows]
 
 
 def _floats(x: Tensor) -> Tensor:
