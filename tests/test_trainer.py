@@ -457,6 +457,34 @@ def test_whole_batches_are_compiled_and_the_last_one_and_validation_rearranged_a
     assert used == [*epoch[1:], *epoch], "a method may look the network over at the first step"
 
 
+@pytest.mark.parametrize(("matters", "sizes"), [(True, [16, 16, 4]), (False, [36])])
+def test_a_task_ends_with_batches_as_large_as_evaluation_takes_where_their_size_does_not_matter(matters, sizes):
+    met = []
+
+    class Watching(FineTune):
+        batch_size_matters = matters
+
+        def _end(self, batches, forward):
+            met.extend(len(y) for _, y in batches)
+
+    task = replace(TASKS[0], train_x=TASKS[0].train_x[:36], train_y=TASKS[0].train_y[:36])
+    outcome(make_trainer(Watching, replace(QUICK, epochs=1, batch_size=16), tasks=(task,)))
+    assert met == sizes
+
+
+@pytest.mark.parametrize(
+    ("between", "settings", "matters"),
+    [([], {}, False), ([nn.BatchNorm1d(8)], {}, True), ([], {"importance_mode": "train"}, True)],
+)
+def test_what_agscl_measures_does_not_depend_on_the_size_of_batches_unless_something_does(between, settings, matters):
+    model = MultiHead(nn.Sequential(nn.Linear(4, 8), *between, nn.ReLU()), features=8)
+    method = AGSCL(model, example_input=torch.randn(2, 4), **settings)
+    assert method.batch_size_matters, "nothing is known yet"
+    model.add_head("t", 2)
+    method.begin_task("t", torch.optim.SGD(model.parameters(), lr=0.1))
+    assert method.batch_size_matters == matters
+
+
 def assert_same_compiled(compiled, trunk, x):
     """Output and gradients."""
     found = []

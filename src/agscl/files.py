@@ -24,8 +24,11 @@ def _finite(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """`path` holds either what it held before or all of `data`, also after a power cut."""
+def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
+    """`path` holds either what it held before or all of `data`, also after a power cut.
+
+    Without `flush` it may be either until the folder is flushed, as the next call for a file in it does.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -33,7 +36,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        flush_folder(path.parent)
+        if flush:
+            flush_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

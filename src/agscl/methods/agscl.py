@@ -118,6 +118,11 @@ class AGSCL(NodeMethod):
         return self.config.prox_every in ("epoch", "step", 1)
 
     @property
+    def batch_size_matters(self) -> bool:
+        """A mean does not depend on it; statistics of BatchNorm and what dropout draws do."""
+        return self._graph is None or bool(self.graph.norms) or self.config.importance_mode == "train"
+
+    @property
     def free(self) -> Tensor:
         """(groups,) nodes that were never important."""
         return self.first == NEVER

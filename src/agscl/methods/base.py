@@ -153,7 +153,7 @@ class Method:
         self._epochs: int | None = None
         self._steps_per_epoch: int | None = None
 
-    # For whoever captures steps as CUDA graphs ------------------------------------------------------------------------
+    # For whoever captures steps as CUDA graphs, or wants to be quick --------------------------------------------------
 
     @property
     def capturable(self) -> bool:
@@ -163,6 +163,11 @@ class Method:
     @property
     def same_every_epoch(self) -> bool:
         """Whether `end_epoch` does the same work each time, so that a graph may hold it."""
+        return True
+
+    @property
+    def batch_size_matters(self) -> bool:
+        """Whether `end_task` measures something else if the same data comes in larger batches, rounding aside."""
         return True
 
     @property

@@ -50,7 +50,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         numbers = self.numbers()
         path = self._json(numbers[-1] + 1 if numbers else 1)
-        write_atomically(path.with_suffix(".safetensors"), data)
+        write_atomically(path.with_suffix(".safetensors"), data, flush=False)
         write_atomically(path, json.dumps(sealed, allow_nan=False).encode())
         whole = [number for number in numbers if number not in self.damaged]
         self._remove_all_but([*whole, int(path.stem)][-self.keep :])

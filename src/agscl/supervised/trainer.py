@@ -389,6 +389,8 @@ class Trainer:
 
     def _training_data(self) -> Iterator[tuple[Tensor, Tensor]]:
         size, task = self.config.batch_size, self.task
+        if not self.method.batch_size_matters:
+            size = max(size, EVALUATION_BATCH)
         for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
             yield self._laid_out(task.inputs(x)), y
 

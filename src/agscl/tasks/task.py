@@ -52,8 +52,9 @@ class Task:
 
     def laid_out(self, layout: Callable[[Tensor], Tensor]) -> Task:
         """With its inputs laid out in memory by a function."""
-        inputs: dict[str, Any] = {name: getattr(self, name) for name in ("train_x", "valid_x", "test_x")}
-        return replace(self, **{name: layout(x) for name, x in inputs.items() if x is not None})
+        inputs = {name: getattr(self, name) for name in ("train_x", "valid_x", "test_x")}
+        laid: dict[str, Any] = {name: layout(x) for name, x in inputs.items() if x is not None}
+        return replace(self, **laid)
 
     def check(self) -> None:
         """Raise where a part of the data cannot be learned from, or would give figures that mean nothing."""
