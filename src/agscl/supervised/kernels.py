@@ -80,8 +80,8 @@ def _laid_under(  # type: ignore[no-untyped-def]
     there = (pixels < PIXELS)[:, None] & (number < 9 * CHANNELS)[None, :]
     inside = there & (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
     at = (pixels[:, None] + (down * WIDTH + right)[None, :]) * CHANNELS + channel[None, :]
-    found = tl.load(x + at, mask=inside, other=0.0).to(tl.bfloat16)
-    return tl.where((number == 9 * CHANNELS)[None, :], 1.0, found).to(tl.bfloat16)
+    one = (number == 9 * CHANNELS).to(tl.float32)[None, :]
+    return tl.load(x + at, mask=inside, other=one).to(tl.bfloat16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
