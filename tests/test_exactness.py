@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import AGSCL, MultiHead, NodeGraph
+from agscl.nodes import LaidRows
 from agscl.proximal import shrink
 from zoo import DIFFICULT, SUPPORTED, OwnHeads
 
@@ -294,6 +295,27 @@ def test_with_a_very_large_lam_and_zeros_only_while_free_the_logits_of_old_heads
     record = learned(name, lam=1e15, zero_init="while_free")
     assert_not_empty(record)
     assert_old_logits_kept(record)
+
+
+@networks
+@pytest.mark.parametrize("lam", [math.inf, 30.0])
+def test_in_the_form_for_a_gpu_all_is_as_exact_and_the_same_is_learned(name: str, lam: float, monkeypatch) -> None:
+    usual = learned(name, lam=lam)
+    monkeypatch.setattr("agscl.methods.agscl.quick", lambda tensor: True)
+    kinds = []
+    rows = AGSCL._rows
+    monkeypatch.setattr(AGSCL, "_rows", lambda self, chosen: kinds.append(rows(self, chosen)) or kinds[-1])
+    record = learn(name, OPTIMIZERS["Adam"], lam=lam)
+    assert any(isinstance(kind, LaidRows) for kind in kinds)
+    if math.isinf(lam):
+        assert_not_empty(record)
+        assert_old_logits_kept(record)
+    assert all(torch.equal(a, b) for a, b in zip(record.free, usual.free, strict=True))
+    for state, other in zip(record.states, usual.states, strict=True):
+        for key, value in state.items():
+            torch.testing.assert_close(
+                value, other[key], rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 @crossed

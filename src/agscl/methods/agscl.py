@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from agscl.bits import as_bits, keep
 from agscl.certificate import NEVER
 from agscl.importance import mean_activations
 from agscl.methods.base import Forward, NodeMethod
 from agscl.methods.batchnorm import FrozenStatistics, KeptStatistics, settle_statistics
 from agscl.methods.fresh import choose, refresh
 from agscl.methods.ledger import Ledger
-from agscl.nodes import Rows
+from agscl.nodes import LaidRows, Rows
 from agscl.probing import undisturbed
 from agscl.proximal import gradients, group_norms, pull, shrink
 
@@ -83,6 +84,11 @@ class AGSCLConfig:
         check(self.importance_mode in ("eval", "train"), "importance_mode is 'eval' or 'train'")
 
 
+def quick(tensor: Tensor) -> bool:
+    """Whether fewer kernels are worth more memory."""
+    return tensor.is_cuda
+
+
 class AGSCL(NodeMethod):
     """Learn task after task without forgetting, in one network of ReLU nodes.
 
@@ -107,7 +113,9 @@ class AGSCL(NodeMethod):
         self._kept: list[KeptStatistics] = []  # of important channels, during a task
         self._fixed: list[FrozenStatistics] = []  # of frozen BatchNorms, always
         self._masks: list[tuple[nn.Parameter, Tensor]] = []  # during a task, where a layer's weight is 0
+        self._kept_bits: list[Tensor] = []  # on a GPU, where it is not, as `keep` takes it
         self._tracked: list[Tensor] = []  # per BatchNorm, the batches seen in training when the task began
+        self._targets: list[Tensor] = []  # during a task, the anchors as `_important` takes rows
         self._figures: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None  # loaded before there was a graph
         self._reset_counts()
@@ -147,7 +155,8 @@ class AGSCL(NodeMethod):
     def _begin(self) -> None:
         if self._graph is None:
             return  # at the first forward pass
-        self._free, self._important = Rows(self.graph, self.free), Rows(self.graph, ~self.free)
+        self._free, self._important = (self._rows(chosen) for chosen in (self.free, ~self.free))
+        self._targets = self._important.laid(self.anchors)
         self._set_masks()
         for norm in self.graph.norms.values():
             important = (~self.free)[norm.groups.to(self.first.device)]
@@ -167,6 +176,12 @@ class AGSCL(NodeMethod):
                 "Freeze it again, or build a new method on the model."
             )
 
+    def _rows(self, chosen: Tensor) -> Rows:
+        rows = Rows(self.graph, chosen)
+        if self.config.prox and quick(self.omega) and LaidRows.fits(rows):
+            return LaidRows(rows)
+        return rows
+
     def _batches_tracked(self) -> list[Tensor]:
         """Of each BatchNorm, the batches it has seen in training."""
         return [norm.module.num_batches_tracked.clone() for norm in self.graph.norms.values()]  # type: ignore[union-attr]
@@ -182,7 +197,7 @@ class AGSCL(NodeMethod):
 
     def _set_masks(self) -> None:
         """Per node layer, the weights whose source became important later than their row: these are 0."""
-        self._masks = []
+        self._masks, self._kept_bits = [], []
         if self.config.zero_init == "off":
             return
         first = torch.cat([self.first, self.first.new_tensor([-1])])  # -1: the column reads no node
@@ -193,6 +208,8 @@ class AGSCL(NodeMethod):
                 later = source[reader.columns().to(first.device)] > rows
                 if bool(later.any()):
                     self._masks.append((layer.weight, torch.empty_like(layer.weight, dtype=torch.bool).copy_(later)))
+        if quick(self.omega) and len({weight.dtype for weight, _ in self._masks}) == 1:
+            self._kept_bits = [(~later).to(as_bits(weight).dtype) for weight, later in self._masks]
 
     def _set_strengths(self) -> None:
         """Of each free group, what multiplies μ; of each important one, Ω."""
@@ -234,6 +251,13 @@ class AGSCL(NodeMethod):
     def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         if self._graph is None:
             raise RuntimeError("The optimizer stepped, but the model's forward pass never ran: give example_input=.")
+        self._zero()
+
+    def _zero(self) -> None:
+        """Set weights from a later node into an earlier one to zero."""
+        if self._kept_bits:
+            keep([weight for weight, _ in self._masks], self._kept_bits)
+            return
         for weight, later in self._masks:
             weight.masked_fill_(later, 0.0)
 
@@ -288,9 +312,8 @@ class AGSCL(NodeMethod):
     def _pull_for_good(self) -> None:
         """With λ = ∞ nothing may move important rows, whoever stepped: put them back, and the zeros."""
         if self.config.prox and math.isinf(self.config.lam) and len(self._important):
-            self._important.put(self.anchors)
-            for weight, later in self._masks:
-                weight.masked_fill_(later, 0.0)
+            self._important.put(self._targets)
+            self._zero()
         self._others_since = False
 
     @torch.no_grad()
@@ -311,7 +334,7 @@ class AGSCL(NodeMethod):
                 thresholds = torch.full_like(thresholds, math.inf)  # also at rate 0
             else:
                 thresholds = thresholds * self._per_group(alpha, self._important) * (self.config.lam * share)
-            self._important.put(pull(self._important.take(), self.anchors, thresholds, self._important.members))
+            self._important.put(pull(self._important.take(), self._targets, thresholds, self._important.members))
 
     def _alpha(self) -> float | Tensor:
         """The rate of each layer's weight at the last step: one for all where they agree, else (groups,)."""
@@ -443,7 +466,7 @@ class AGSCL(NodeMethod):
     def _let_go(self) -> None:
         for kept in self._kept:
             kept.close()
-        self._kept, self._masks = [], []
+        self._kept, self._masks, self._kept_bits = [], [], []
         self._mu = self._omega = torch.empty(0)
 
     # What it reports -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from agscl.bits import keep, replace
 from agscl.garbage import held_off
 from agscl.supervised.compiled import let_compilers_go
 
@@ -137,9 +138,8 @@ class Captured:
             self.best_loss.copy_(torch.where(better, loss, self.best_loss))
             self.stalled.copy_(torch.where(better, 0, self.stalled + 1))
             if trainer._best_weights is not None:
-                for name, value in trainer._trained(self.optimizer).items():
-                    best = trainer._best_weights[name]
-                    torch.where(better, value, best, out=best)
+                now = trainer._trained(self.optimizer)
+                replace([trainer._best_weights[name] for name in now], list(now.values()), better)
             if config.patience is not None:
                 self._drop_rate(self.stalled >= config.patience, config.factor)
         trainer._loss_sum.zero_()
@@ -148,10 +148,8 @@ class Captured:
     def _drop_rate(self, drop: Tensor, factor: float) -> None:
         self.stalled.masked_fill_(drop, 0)
         self.rate.copy_(torch.where(drop, self.rate / factor, self.rate))
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.masked_fill_(drop, 0)
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        keep([value for value in states if isinstance(value, Tensor)], ~drop)
         self.trainer.method.clear_moments(drop)
 
     # Capturing -------------------------------------------------------------------------------------------------------
