@@ -129,7 +129,7 @@ def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) ->
     way = {**way, "epochs": epochs}
     config = configure(PRESET, method="agscl", seed=seed, device=device, reference=False, **SETTINGS, **way)
     with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
-        result = execute(config, run, checkpoint_every=60.0)
+        result = execute(config, run, checkpoint_every=60.0, threads=1)  # as `compare` does, and a run on a GPU
     outcome = result["methods"]["agscl"]
     return {
         "seed": seed,

@@ -57,7 +57,7 @@ def run(
     task_options: Annotated[tuple[str, ...], _shown("KEY=VALUE ...", "")] = (),
     device: Annotated[str, _shown("DEVICE")] = "cpu",
     fast: bool = False,
-    threads: Annotated[int | None, _shown("N", "(default: the preset's)")] = None,
+    threads: Annotated[int | None, _shown("N", "(default: the preset's; with a GPU 1)")] = None,
     tensorboard: bool = False,
     runs: Annotated[Path, _shown("FOLDER")] = Path("runs"),
     checkpoint_every: Annotated[float, _shown("SECONDS")] = 5.0,
@@ -81,7 +81,7 @@ def run(
         task_options: Options of the tasks, e.g. --task-options classes_per_task=5 size=32.
         device: Where to train, e.g. cpu or cuda.
         fast: Train as fast as the device can, in other arithmetic: on a GPU bf16, channels last, compiled.
-        threads: CPU threads; a resumed run keeps the number it was started with.
+        threads: CPU threads; one is enough beside a GPU. A resumed run keeps the number it was started with.
         tensorboard: Also write losses and accuracies for TensorBoard, into the run's folder; a finished run's too.
         runs: The folder that holds all runs.
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
@@ -151,7 +151,7 @@ def run(
                 config,
                 current,
                 checkpoint_every=checkpoint_every,
-                threads=threads or PRESETS[config.preset].threads,
+                threads=threads or PRESETS[config.preset].threads or (1 if config.device.startswith("cuda") else None),
                 stop=stopped,
                 watch=show,
                 note=say,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from threading import Thread
 from types import MethodType
 from typing import Any
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl.garbage import held_off
-from agscl.supervised.convolution import convolved, differentiated, of_pictures, seen, suits
+from agscl.proximal import pull, shrink
+from agscl.supervised.convolution import convolved, of_pictures, seen, suits
 
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
@@ -118,13 +120,23 @@ def _hash() -> None:
 
 
 def _wake(device: torch.device | str) -> None:
-    """A convolution and a product, there and back, of nothing but zeros."""
-    with suppress(RuntimeError), torch.no_grad():  # what is wrong will be said where it matters
+    """Forward, backward and a proximal step, of nothing but zeros: what they use is then loaded.
+
+    No optimizer: that would import what is being imported.
+    """
+    with suppress(RuntimeError), torch.enable_grad():  # what is wrong will be said where it matters
+        zeros = partial(torch.zeros, device=device)
         for dtype in (torch.float32, torch.bfloat16):
-            x, weight = (torch.zeros(*size, 32, 16, 16, device=device, dtype=dtype) for size in ((256,), (32,)))
-            x, weight = (one.contiguous(memory_format=torch.channels_last) for one in (x, weight[:, :, :3, :3]))
-            differentiated(F.conv2d(x, weight, padding=1), x, weight, [True, True, False])
-            F.linear(x.flatten(1)[:, :64], weight.flatten(1)[:, :64])
+            sizes = ((256, 32, 16, 16), (32, 32, 3, 3))
+            x, weight = (zeros(size, dtype=dtype).to(memory_format=torch.channels_last) for size in sizes)
+            bias, head = zeros(32, dtype=dtype), zeros(10, 32 * 8 * 8, dtype=dtype)
+            for one in (x, weight, bias, head):
+                one.requires_grad_()
+            y = F.max_pool2d(F.relu(F.conv2d(x, weight, bias, padding=1)), 2)
+            loss = F.cross_entropy(F.linear(y.flatten(1), head).float(), zeros(256, dtype=torch.long))
+            loss.backward()
+        rows, members = [zeros(32, 288), zeros(32)], torch.arange(64, device=device).view(2, 32).t()
+        shrink(pull(rows, rows, zeros(32), members), zeros(32), members)
 
 
 def _found_again() -> AbstractContextManager[Any]:
