@@ -82,9 +82,9 @@ def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, ep
 
 
 PARTS = (
-    ("gradients of weights", ("wgrad",)),
+    ("gradients of weights", ("wgrad", "_weights")),
     ("gradients of inputs", ("dgrad",)),
-    ("forward convolutions", ("fprop", "convolve")),
+    ("forward convolutions", ("fprop", "convolve", "_pictures")),
     ("what was compiled", ("triton_",)),
     ("optimizer", ("FusedOptimizer",)),
 )
