@@ -446,8 +446,8 @@ def earlier(whole: Result) -> str:
     """The same before what made it quicker."""
     one, again = whole["whole"]["seconds"], whole["alone"]["again"]["process_seconds"]
     return (
-        f"Before there were kernels of our own ({whole['commit']}), one took {one:.1f} s, {again:.1f} s as a process of "
-        f"its own, and five\n{whole['side_by_side']['seconds']:.1f} s."
+        f"Before there were kernels of our own ({whole['commit']}), one took {one:.1f} s, {again:.1f} s as a process "
+        f"of its own, and five\n{whole['side_by_side']['seconds']:.1f} s."
     )
 
 
