@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from agscl.supervised import adam
+from agscl import FineTune, MultiHead
+from agscl.supervised import Trainer, TrainingConfig, adam
+from agscl.tasks import Task
 
 THEIRS = {adam.Adam: torch.optim.Adam, adam.AdamW: torch.optim.AdamW}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
@@ -45,6 +47,50 @@ def test_a_step_in_pieces_has_the_bits_of_torchs_own(monkeypatch, device, kind, 
         assert states[0].keys() == states[1].keys()
         pairs = [(one, other), *((states[0][key], states[1][key]) for key in states[0])]
         assert all(torch.equal(*pair) for pair in pairs), name
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_hooks_of_a_trainers_optimizer_are_called_once_a_step_whatever_was_made_before(device, engine, name):
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # torch puts its hooks around a class when it is first used,
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # and ours are derived from these
+    model = MultiHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), features=8).to(device)
+    x, y = torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    options = {"engine": engine, "optimizer": name, "patience": None, "restore_best": False}
+    config = TrainingConfig(epochs=1, batch_size=3, **options)
+    trainer = Trainer(model, FineTune(model), (Task("t", 2, x, y, None, None, x, y),), config, seed=0, device=device)
+    trainer.advance()
+    called = []
+    trainer._optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    trainer._optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    while trainer.epoch < 1:
+        trainer.advance()
+    assert called == ["before", "after"] * 2
+    assert trainer.method._steps == 2
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_a_closure_is_called_and_a_scalers_overflow_skips_the_step_as_torch_does(kind):
+    mine, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = kind([mine], lr=0.1, fused=True), THEIRS[kind]([theirs], lr=0.1, fused=True)
+    for optimizer, parameter in zip(optimizers, (mine, theirs), strict=True):
+
+        def closure(optimizer=optimizer, parameter=parameter):
+            optimizer.zero_grad()
+            loss = parameter.square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() == 3
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+        optimizer.step()
+        optimizer.found_inf = torch.tensor(1.0)
+        optimizer.step()
+    assert torch.equal(mine, theirs)
+    states = [dict(optimizer.state[parameter]) for optimizer, parameter in zip(optimizers, (mine, theirs), strict=True)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+    assert states[0]["step"].item() == 2
 
 
 def test_a_gradient_laid_out_in_another_way_is_left_whole():

@@ -106,6 +106,22 @@ def test_rows_laid_end_to_end_are_the_same_rows(kind, layout):
     assert torch.equal(frozen, before[next(n for n, p in model.named_parameters() if p is frozen)])
 
 
+def test_rows_stay_where_they_belong_when_the_model_is_laid_out_anew():
+    torch.manual_seed(0)
+    model = MultiHead(Branches(), features=6)
+    model.add_head("t", 2)
+    graph = NodeGraph(model, (torch.randn(2, 3, 8, 8), "t"))
+    rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
+    laid, before = LaidRows(rows), {name: value.clone() for name, value in model.state_dict().items()}
+    taken = laid.take()
+    model.to(memory_format=torch.channels_last)
+    assert torch.equal(laid.take()[0], taken[0])
+    laid.put([2 * taken[0]])
+    trained = {id(parameter) for parameter in rows.parameters}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, (2 if id(parameter) in trained else 1) * before[name]), name
+
+
 def test_the_operators_do_the_same_to_rows_laid_end_to_end():
     torch.manual_seed(0)
     model = MultiHead(Branches(), features=6)

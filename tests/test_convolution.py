@@ -1,5 +1,6 @@
 """Operations that have kernels of their own on a GPU, and twins in plain torch."""
 
+import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agscl.supervised import compiled
+from agscl.supervised import compiled, convolution
 from agscl.supervised.compiled import Compiled
 from agscl.supervised.convolution import (
+    SHARES,
     convolved,
+    division,
     of_pictures,
     picture_gradients,
     pictures,
@@ -65,7 +68,7 @@ def test_the_gradient_of_weights_is_what_more_digits_give(device, inputs, output
     x = drawn(examples, inputs, height, width, device=device)
     gradient = drawn(examples, outputs, height, width, device=device, seed=1)
     weight = torch.zeros(outputs, inputs, 3, 3, device=device)
-    parts = weight_gradients(gradient, x)
+    parts = weight_gradients(gradient, x, division(outputs, inputs).shares)
     assert parts.dtype == torch.float32
     assert error(parts.sum(0).permute(0, 3, 1, 2), of_float64(gradient, x, weight)[0]) < 1e-4
 
@@ -84,7 +87,7 @@ def test_pictures_and_their_gradients_are_what_more_digits_give(device, channels
     assert y.dtype == torch.bfloat16
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert error(y, F.conv2d(*rounded, padding=1).relu()) < 4e-3  # bfloat16 keeps 8 bits
-    parts, sums = picture_gradients(gradient, x, y)
+    parts, sums = picture_gradients(gradient, x, y, SHARES)
     of_weight, of_bias = of_float64(torch.where(y > 0, gradient, 0), rounded[0], weight)
     assert error(parts.sum(0).permute(0, 3, 1, 2), of_weight) < 1e-4
     assert error(sums.sum(0), of_bias) < 1e-4
@@ -102,11 +105,11 @@ def test_a_picture_that_is_not_a_number_is_not_hidden_by_relu(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_torch_is_told_the_truth_about_the_operations(device):
     x, gradient = drawn(2, 16, 4, 4, device=device), drawn(2, 32, 4, 4, device=device)
-    torch.library.opcheck(weight_gradients, (gradient, x))
+    torch.library.opcheck(weight_gradients, (gradient, x, 5))
     x = drawn(2, 3, 4, 4, device=device, dtype=torch.float32)
     weight, bias = drawn(32, 3, 3, 3, device=device, dtype=torch.float32), torch.ones(32, device=device)
     torch.library.opcheck(pictures, (x, weight, bias))
-    torch.library.opcheck(picture_gradients, (gradient, x, pictures(x, weight, bias)))
+    torch.library.opcheck(picture_gradients, (gradient, x, pictures(x, weight, bias), 5))
 
 
 def network():
@@ -220,12 +223,45 @@ def test_where_torch_never_compiled_there_is_nothing_to_end(monkeypatch):
     compiled.let_compilers_go()
 
 
-def test_waking_a_device_draws_no_random_numbers_and_imports_nothing(monkeypatch):
-    monkeypatch.setattr(compiled, "suppress", lambda *_: nullcontext())  # or nothing would be seen to fail
-    before, known = torch.get_rng_state(), set(sys.modules)
-    compiled._wake("cpu")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert set(sys.modules) == known, "two threads that import the same may get it half made"
+WOKEN = """
+import sys
+from contextlib import nullcontext
+import torch
+from agscl.supervised import compiled
+
+compiled.suppress = lambda *_: nullcontext()  # or nothing would be seen to fail
+before, known = torch.get_rng_state(), set(sys.modules)
+compiled._wake("cpu")
+assert torch.equal(torch.get_rng_state(), before)
+print(sorted(set(sys.modules) - known), "torch._dynamo" in known)
+"""
+
+
+def test_waking_a_device_draws_no_random_numbers_and_imports_nothing():
+    """Two threads that import the same may get it half made."""
+    done = subprocess.run([sys.executable, "-c", WOKEN], capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False", done.stderr
+
+
+def test_gradients_of_gradients_are_refused():
+    layer, first = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(3, 16, 3, padding=1)
+    inner = convolved(layer, drawn(2, 16, 4, 4, device="cpu").requires_grad_())
+    outer = seen(first, drawn(2, 3, 4, 4, device="cpu"))
+    for y, weight in ((inner, layer.weight), (outer, first.weight)):
+        with pytest.raises(RuntimeError, match="create_graph"):
+            torch.autograd.grad(y.float().sum(), weight, create_graph=True)
+
+
+def test_more_numbers_than_the_kernels_count_or_no_triton_are_left_to_torch(monkeypatch):
+    layer, x = nn.Conv2d(3, 16, 3, padding=1), drawn(2, 3, 4, 4, device="cpu")
+    assert of_pictures(layer, x)
+    monkeypatch.setattr(convolution, "MOST", 2 * 4 * 4 * 128)
+    assert not of_pictures(layer, x)
+    monkeypatch.undo()
+    monkeypatch.setattr(convolution, "TRITON", False)
+    assert of_pictures(layer, x), "a CPU needs none"
+    on_gpu = SimpleNamespace(dim=lambda: 4, is_contiguous=lambda memory_format: True, is_cuda=True)
+    assert not convolution._takes(on_gpu)
 
 
 def test_torch_still_has_what_is_hashed_in_advance():

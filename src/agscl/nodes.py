@@ -7,6 +7,7 @@ the layer. When it is built, the graph proves itself with a measurement of anoth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -560,6 +561,7 @@ class LaidRows(Rows):
     def __init__(self, rows: Rows) -> None:
         self.groups, self.names, self.parameters, self.index = rows.groups, rows.names, rows.parameters, rows.index
         self._sizes = [parameter.numel() for parameter in self.parameters]
+        self._last = [_channels_last(parameter) for parameter in self.parameters]  # whatever they may become
         places, widths, offset = [], [], 0
         for parameter, index in zip(self.parameters, self.index, strict=True):
             width = parameter[0].numel()
@@ -586,33 +588,30 @@ class LaidRows(Rows):
         return alike and dense and len(rows) * widest <= cls.MOST
 
     def laid(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(rows, self.parameters, strict=True)
-        return [torch.cat([_in_order(row, parameter).reshape(-1) for row, parameter in pairs])] if rows else []
+        return [self._end_to_end(rows)] if rows else []
 
     def take(self) -> list[Tensor]:
-        return [self._whole()[self._places]]
+        return [self._end_to_end(self.parameters)[self._places]]
 
     @torch.no_grad()
     def put(self, rows: Sequence[Tensor]) -> None:
-        whole = self._whole()
+        whole = self._end_to_end(self.parameters)
         whole[self._places] = rows[0]
-        pairs = list(zip(self._flat(), whole.split(self._sizes), self.parameters, strict=True))
-        moved = [(flat, new) for flat, new, parameter in pairs if parameter.requires_grad]
-        if moved:
-            torch._foreach_copy_([flat for flat, _ in moved], [new for _, new in moved])
+        news = whole.split(self._sizes)
+        moved = [parameter.requires_grad for parameter in self.parameters]
+        mine = list(itertools.compress(self._in_order(self.parameters), moved))
+        if mine:
+            theirs = itertools.compress(news, moved)
+            torch._foreach_copy_(mine, [new.view(one.shape) for new, one in zip(theirs, mine, strict=True)])
 
-    def _flat(self) -> list[Tensor]:
-        """Each parameter's own memory, row after row."""
-        return [_in_order(parameter, parameter).view(-1) for parameter in self.parameters]
+    def _end_to_end(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A copy of whole parameters, or of rows of each."""
+        return torch.cat([tensor.reshape(-1) for tensor in self._in_order(tensors)])
 
-    def _whole(self) -> Tensor:
-        """A copy of all parameters, end to end."""
-        return torch.cat(self._flat())
-
-
-def _in_order(rows: Tensor, parameter: Tensor) -> Tensor:
-    """Rows of a parameter with their dimensions in the order in which the parameter lies in memory."""
-    return rows.detach().permute(0, 2, 3, 1) if _channels_last(parameter) else rows.detach()
+    def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views of them with dimensions in the order in which the parameters lay in memory."""
+        pairs = zip(tensors, self._last, strict=True)
+        return [tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach() for tensor, last in pairs]
 
 
 def _channels_last(tensor: Tensor) -> bool:

@@ -24,18 +24,21 @@ LAUNCH = 36
 
 
 class _InPieces(torch.optim.Optimizer):
-    """For steps without a GradScaler or a closure, of parameters of one kind on one device."""
+    """To be made with `fused=True`, of parameters of one kind on one device."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        if closure is not None or not all(group["fused"] for group in self.param_groups):
-            return super().step(closure)
+        # Never super().step: torch wraps both in the hooks of an optimizer, which would then be called twice.
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)  # type: ignore[attr-defined]
             if lists[0]:
                 self._step_of(group, *lists)
-        return None
+        return loss
 
     def _step_of(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         """A step of parameters, given with their gradients, moments, largest moments (if so set) and step counters."""
@@ -57,9 +60,13 @@ class _InPieces(torch.optim.Optimizer):
             eps=group["eps"],
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
+            grad_scale=getattr(self, "grad_scale", None),  # a GradScaler's
+            found_inf=(overflow := getattr(self, "found_inf", None)),
         )
         launches = [[one[at : at + LAUNCH] for one in pieces] for at in range(0, len(pieces[0]), LAUNCH)]
         _side_by_side([partial(kernel, *launch) for launch in launches], parts[0][0].device)
+        if overflow is not None:
+            torch._foreach_sub_(steps, [overflow] * len(steps))
 
 
 class Adam(_InPieces, torch.optim.Adam):

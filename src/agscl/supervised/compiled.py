@@ -33,15 +33,16 @@ class CompileFailed(RuntimeError):
 class Compiled:
     """The compiled call of a module, for all its copies of the same form.
 
-    With `rearranged`, which is for a GPU, two things are computed otherwise, equal to rounding. The convolution that
-    reads the pictures becomes a matrix product, on tensor cores: for so few channels cuDNN chose none of its kernels
-    that use them. And where a convolution, a ReLU and a maximum over neighbours follow each other, the maximum is taken
-    first: bias and ReLU then see a quarter of the numbers, and so do their gradients.
+    With `rearranged`, which is for a GPU, some things are computed otherwise, equal to rounding. Convolutions may have
+    kernels of our own (`convolution.py`). Else the one that reads the pictures becomes a matrix product, on tensor
+    cores: for so few channels cuDNN chose none of its kernels that use them. And where a convolution, a ReLU and a
+    maximum over neighbours follow each other, the maximum is taken first: bias and ReLU then see a quarter of the
+    numbers, and so do their gradients.
     """
 
     def __init__(self, module: nn.Module, rearranged: bool) -> None:
         self.module = module
-        device = next(module.parameters()).device
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None  # small ones joined
         with _waking(device), held_off():  # much is imported, and nothing is let go
             self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False, options=options)
@@ -140,10 +141,10 @@ def _wake(device: torch.device | str) -> None:
 
 
 def _found_again() -> AbstractContextManager[Any]:
-    """Let torch look in its cache for all that it made of `Largest`, which saves a new process two of four seconds.
+    """Let torch look in its cache for what it made of our own functions, which saves a new process two of four seconds.
 
-    It does so for no function with a gradient of its own unless told, since one might read what it was not given. This
-    one does not; where its code changes, the cache has nothing for it.
+    It does so for no function with a gradient of its own unless told, since one might read what it was not given. These
+    do not: where their code changes the cache has nothing for them, and all that sizes within depend on is an argument.
     """
     from torch._functorch import config
 

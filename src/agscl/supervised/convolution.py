@@ -1,12 +1,13 @@
 """Convolutions of 3 × 3 pixels in bfloat16 with kernels of our own, where cuDNN's take about twice as long.
 
-That is at the few channels of the paper's networks: the first convolution, of pictures, with the ReLU behind it; and
-the gradient of all others' weights. Weights' gradients are in float32, as the weights are. Each operation has a twin
+That is at few channels, as in the paper's networks: the first convolution, of pictures, with the ReLU behind it; and
+the gradient of the others' weights. Weights' gradients are in float32, as the weights are. Each operation has a twin
 in plain torch, which a CPU runs.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ CHANNELS = (16, 32, 64, 128)
 """Numbers of channels that the kernels take: powers of two, of which an accumulator fits into registers."""
 COLOURS = (1, 2, 3)
 """Numbers of channels of pictures: a 3 × 3 kernel then has at most 32 weights per output."""
+MOST = 2**31
+"""Numbers of a tensor that the kernels can count."""
+TRITON = find_spec("triton") is not None
+"""Whether there is what the kernels are written in; not on every system where torch has CUDA."""
 SHARES, BLOCK = 512, 128
 """For pictures: shares of all pixels for which gradients are summed up by themselves, and pixels taken at a time."""
 
@@ -80,8 +85,10 @@ def convolved(convolution: nn.Conv2d, x: Tensor, with_bias: bool = True) -> Tens
 
 
 def _takes(x: Tensor) -> bool:
-    """Whether the kernels can be used for these inputs: in bfloat16, channels last."""
-    if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+    """Whether the kernels can be used for these inputs: in bfloat16, channels last, not too many."""
+    if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last) or (x.is_cuda and not TRITON):
+        return False
+    if x[:, 0].numel() * max(CHANNELS) >= MOST:
         return False
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -99,9 +106,11 @@ class Convolved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        _refuse_second()
         x, weight = ctx.saved_tensors
         of_x = differentiated(gradient, x, weight, [True, False, False])[0]
-        return of_x, _whole(weight_gradients(gradient, x))
+        shares = division(gradient.shape[1], x.shape[1]).shares
+        return of_x, _whole(weight_gradients(gradient, x, shares))
 
 
 class Seen(torch.autograd.Function):
@@ -115,8 +124,15 @@ class Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
-        parts, sums = picture_gradients(gradient, *ctx.saved_tensors)
+        _refuse_second()
+        parts, sums = picture_gradients(gradient, *ctx.saved_tensors, SHARES)
         return None, _whole(parts), sums.sum(0)
+
+
+def _refuse_second() -> None:
+    """A compiled network refuses by itself."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("--fast has no gradients of gradients (create_graph=True): leave it out")
 
 
 def _whole(parts: Tensor) -> Tensor:
@@ -137,10 +153,10 @@ def differentiated(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[boo
 
 
 @torch.library.custom_op("agscl::weight_gradients", mutates_args=())
-def weight_gradients(gradient: Tensor, x: Tensor) -> Tensor:
+def weight_gradients(gradient: Tensor, x: Tensor, shares: int) -> Tensor:
     """(shares, outputs, 3, 3, inputs) whose sum is the gradient of a convolution's weights."""
     gradient, x = _laid_out(gradient), _laid_out(x)
-    parts: Tensor = _weight_gradients_room(gradient, x)
+    parts: Tensor = _weight_gradients_room(gradient, x, shares)
     if x.is_cuda:
         from agscl.supervised.kernels import weights
 
@@ -152,9 +168,9 @@ def weight_gradients(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 @weight_gradients.register_fake
-def _weight_gradients_room(gradient: Tensor, x: Tensor) -> Tensor:
+def _weight_gradients_room(gradient: Tensor, x: Tensor, shares: int) -> Tensor:
     outputs, inputs = gradient.shape[1], x.shape[1]
-    return x.new_empty((division(outputs, inputs).shares, outputs, 3, 3, inputs), dtype=torch.float32)
+    return x.new_empty((shares, outputs, 3, 3, inputs), dtype=torch.float32)
 
 
 @torch.library.custom_op("agscl::pictures", mutates_args=())
@@ -178,10 +194,10 @@ def _pictures_room(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("agscl::picture_gradients", mutates_args=())
-def picture_gradients(gradient: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def picture_gradients(gradient: Tensor, x: Tensor, y: Tensor, shares: int) -> tuple[Tensor, Tensor]:
     """As `weight_gradients`, of `pictures`, which gave `y` of `x`; and the same of the bias, (shares, outputs)."""
     gradient, x, y = _laid_out(gradient), _laid_out(x), _laid_out(y)
-    parts, sums = _picture_gradients_room(gradient, x, y)
+    parts, sums = _picture_gradients_room(gradient, x, y, shares)
     if x.is_cuda:
         from agscl.supervised.kernels import picture_weights
 
@@ -194,10 +210,10 @@ def picture_gradients(gradient: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, T
 
 
 @picture_gradients.register_fake
-def _picture_gradients_room(gradient: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _picture_gradients_room(gradient: Tensor, x: Tensor, y: Tensor, shares: int) -> tuple[Tensor, Tensor]:
     outputs, inputs = gradient.shape[1], x.shape[1]
-    sums = x.new_empty((SHARES, outputs), dtype=torch.float32)
-    return sums.new_empty((SHARES, outputs, 3, 3, inputs)), sums
+    sums = x.new_empty((shares, outputs), dtype=torch.float32)
+    return sums.new_empty((shares, outputs, 3, 3, inputs)), sums
 
 
 def _in_one_share(parts: Tensor, gradient: Tensor, x: Tensor) -> None:

@@ -253,8 +253,9 @@ class Trainer:
             options |= {"lr": torch.tensor(config.lr, device=self.device), "fused": self.device.type == "cuda"}
         if config.optimizer == "sgd":
             return torch.optim.SGD(parameters, momentum=config.momentum, **options)
-        kind = Adam if config.optimizer == "adam" else AdamW
-        return kind(parameters, capturable=options.get("fused", False), **options)
+        fused = options.get("fused", False)
+        kinds = (Adam, AdamW) if fused else (torch.optim.Adam, torch.optim.AdamW)
+        return kinds[config.optimizer == "adamw"](parameters, capturable=fused, **options)
 
     def _order(self, pin_memory: bool = False) -> Tensor:
         """The rows of this epoch in their order; drawn from the position alone, so there is no state to keep."""
@@ -389,8 +390,8 @@ class Trainer:
 
     def _training_data(self) -> Iterator[tuple[Tensor, Tensor]]:
         size, task = self.config.batch_size, self.task
-        if not self.method.batch_size_matters:
-            size = max(size, EVALUATION_BATCH)
+        if not self.method.batch_size_matters:  # training a batch takes more memory than looking at two
+            size = max(size, min(2 * size, EVALUATION_BATCH))
         for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
             yield self._laid_out(task.inputs(x)), y
 
