@@ -339,6 +339,10 @@ def areas(result: Result) -> str:
     epochs = result["changes"].get("epochs")
     note = f"Points of accuracy, mean over all tasks learned; {len(seeds)} seed{'s' * (len(seeds) != 1)}"
     note += f", {epochs} epochs a task." if epochs else "."
+    for after, found in seeds[0]["after"].items():
+        if means := found.get("importances"):
+            each = ", ".join(f"`{layer}` {mean:.2g}" for layer, mean in means.items())
+            note += f" Mean importances after task {after}, first seed: {each}."
     return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 

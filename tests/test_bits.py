@@ -74,6 +74,13 @@ class Branches(nn.Module):
         return torch.relu(self.rest(x)).mean((2, 3))
 
 
+def branches():
+    torch.manual_seed(0)
+    model = MultiHead(Branches(), features=6)
+    model.add_head("t", 2)
+    return model, NodeGraph(model, (torch.randn(2, 3, 8, 8), "t"))
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kind", [Branches, CifarTrunk])
 def test_rows_laid_end_to_end_are_the_same_rows(kind, layout):
@@ -107,10 +114,7 @@ def test_rows_laid_end_to_end_are_the_same_rows(kind, layout):
 
 
 def test_rows_stay_where_they_belong_when_the_model_is_laid_out_anew():
-    torch.manual_seed(0)
-    model = MultiHead(Branches(), features=6)
-    model.add_head("t", 2)
-    graph = NodeGraph(model, (torch.randn(2, 3, 8, 8), "t"))
+    model, graph = branches()
     rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
     laid, before = LaidRows(rows), {name: value.clone() for name, value in model.state_dict().items()}
     taken = laid.take()
@@ -123,10 +127,7 @@ def test_rows_stay_where_they_belong_when_the_model_is_laid_out_anew():
 
 
 def test_the_operators_do_the_same_to_rows_laid_end_to_end():
-    torch.manual_seed(0)
-    model = MultiHead(Branches(), features=6)
-    model.add_head("t", 2)
-    graph = NodeGraph(model, (torch.randn(2, 3, 8, 8), "t"))
+    _, graph = branches()
     rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
     laid = LaidRows(rows)
     anchors = [part + 0.1 * torch.randn_like(part) for part in rows.take()]
@@ -145,9 +146,7 @@ def test_the_operators_do_the_same_to_rows_laid_end_to_end():
 
 
 def test_too_many_numbers_or_numbers_of_several_kinds_are_left_as_rows(monkeypatch):
-    model = MultiHead(Branches(), features=6)
-    model.add_head("t", 2)
-    graph = NodeGraph(model, (torch.randn(2, 3, 8, 8), "t"))
+    model, graph = branches()
     everything, nothing = (torch.full((graph.size,), chosen) for chosen in (True, False))
     assert LaidRows.fits(Rows(graph, everything))
     assert not LaidRows.fits(Rows(graph, nothing))

@@ -25,7 +25,7 @@ from agscl.cli import main
 from agscl.experiments import execute as execution
 from agscl.experiments.execute import Interrupted, comparable, execute
 from agscl.experiments.methods import METHODS
-from agscl.experiments.presets import configure
+from agscl.experiments.presets import configure, threads_of
 from agscl.experiments.verify import certificates_of
 from agscl.runs import Checkpoints, DifferentConfig, Run, is_finished
 from agscl.runs.events import read_events
@@ -877,3 +877,11 @@ def test_a_run_whose_configuration_was_lost_is_resumed_and_verified_by_its_check
     assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 0
     assert (tmp_path / "a" / "config.json").exists()
     assert "Continuing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("preset", "device", "threads"),
+    [("digits", "cpu", 1), ("tinyimagenet32", "cpu", None), ("tinyimagenet32", "cuda:1", 1)],
+)
+def test_a_run_beside_a_gpu_takes_one_cpu_thread_and_others_what_suits_the_preset(preset, device, threads):
+    assert threads_of(configure(preset, method="agscl", device=device)) == threads

@@ -87,7 +87,7 @@ def run(
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
     """
     from agscl.experiments.execute import Interrupted, execute
-    from agscl.experiments.presets import PRESETS, RunConfig, check_device, configure
+    from agscl.experiments.presets import RunConfig, check_device, configure, threads_of
     from agscl.runs import Run, is_finished, read_result
     from agscl.runs.board import Board
     from agscl.terminal import Progress, say, summary
@@ -151,7 +151,7 @@ def run(
                 config,
                 current,
                 checkpoint_every=checkpoint_every,
-                threads=threads or PRESETS[config.preset].threads or (1 if config.device.startswith("cuda") else None),
+                threads=threads or threads_of(config),
                 stop=stopped,
                 watch=show,
                 note=say,

@@ -244,3 +244,8 @@ def fastest(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         return {"precision": "bf16", "channels_last": True, "compile": True}
     return {"channels_last": True}
+
+
+def threads_of(config: RunConfig) -> int | None:
+    """As many CPU threads as suit a run; none: torch's own choice."""
+    return PRESETS[config.preset].threads or (1 if config.device.startswith("cuda") else None)

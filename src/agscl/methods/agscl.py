@@ -115,7 +115,7 @@ class AGSCL(NodeMethod):
         self._masks: list[tuple[nn.Parameter, Tensor]] = []  # during a task, where a layer's weight is 0
         self._kept_bits: list[Tensor] = []  # on a GPU, where it is not, as `keep` takes it
         self._tracked: list[Tensor] = []  # per BatchNorm, the batches seen in training when the task began
-        self._targets: list[Tensor] = []  # during a task, the anchors as `_important` takes rows
+        self._laid_anchors: list[Tensor] = []  # during a task, the anchors as `_important` takes rows
         self._figures: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None  # loaded before there was a graph
         self._reset_counts()
@@ -156,7 +156,7 @@ class AGSCL(NodeMethod):
         if self._graph is None:
             return  # at the first forward pass
         self._free, self._important = (self._rows(chosen) for chosen in (self.free, ~self.free))
-        self._targets = self._important.laid(self.anchors)
+        self._laid_anchors = self._important.laid(self.anchors)
         self._set_masks()
         for norm in self.graph.norms.values():
             important = (~self.free)[norm.groups.to(self.first.device)]
@@ -312,7 +312,7 @@ class AGSCL(NodeMethod):
     def _pull_for_good(self) -> None:
         """With λ = ∞ nothing may move important rows, whoever stepped: put them back, and the zeros."""
         if self.config.prox and math.isinf(self.config.lam) and len(self._important):
-            self._important.put(self._targets)
+            self._important.put(self._laid_anchors)
             self._zero()
         self._others_since = False
 
@@ -334,7 +334,7 @@ class AGSCL(NodeMethod):
                 thresholds = torch.full_like(thresholds, math.inf)  # also at rate 0
             else:
                 thresholds = thresholds * self._per_group(alpha, self._important) * (self.config.lam * share)
-            self._important.put(pull(self._important.take(), self._targets, thresholds, self._important.members))
+            self._important.put(pull(self._important.take(), self._laid_anchors, thresholds, self._important.members))
 
     def _alpha(self) -> float | Tensor:
         """The rate of each layer's weight at the last step: one for all where they agree, else (groups,)."""

@@ -254,8 +254,9 @@ class Trainer:
         if config.optimizer == "sgd":
             return torch.optim.SGD(parameters, momentum=config.momentum, **options)
         fused = options.get("fused", False)
-        kinds = (Adam, AdamW) if fused else (torch.optim.Adam, torch.optim.AdamW)
-        return kinds[config.optimizer == "adamw"](parameters, capturable=fused, **options)
+        adam, adamw = (Adam, AdamW) if fused else (torch.optim.Adam, torch.optim.AdamW)
+        kind = adam if config.optimizer == "adam" else adamw
+        return kind(parameters, capturable=fused, **options)
 
     def _order(self, pin_memory: bool = False) -> Tensor:
         """The rows of this epoch in their order; drawn from the position alone, so there is no state to keep."""
@@ -282,7 +283,7 @@ class Trainer:
         x, y = self.task.batch(rows)
         whole = len(rows) == self.config.batch_size  # for the last batch alone compiling does not pay
         try:
-            with self._compiled.in_use(whole) if self._compiled and self._met else nullcontext():
+            with self._compiled.in_use(compiled=whole) if self._compiled and self._met else nullcontext():
                 return self._loss_of(x, y, self.task.name)
         except ValueError as error:
             if len(rows) > 1:
@@ -412,7 +413,7 @@ class Trainer:
         assert task.valid_x is not None
         assert task.valid_y is not None
         total = torch.zeros((), device=self.device, dtype=torch.float64)
-        with self._evaluating(), self._compiled.in_use(False) if self._compiled else nullcontext():
+        with self._evaluating(), self._compiled.in_use(compiled=False) if self._compiled else nullcontext():
             for x, y in zip(task.valid_x.split(EVALUATION_BATCH), task.valid_y.split(EVALUATION_BATCH), strict=True):
                 total += len(y) * self._loss_of(task.inputs(x), y, task.name)
         return total / len(task.valid_y)
