@@ -82,10 +82,10 @@ def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, ep
 
 
 PARTS = (
-    ("gradients of weights", ("wgrad", "_weights")),
+    ("gradients of weights", ("wgrad", "_weights", "_total")),
     ("gradients of inputs", ("dgrad",)),
     ("forward convolutions", ("fprop", "convolve", "_pictures")),
-    ("what was compiled", ("triton_",)),
+    ("between layers", ("triton_", "_activate")),
     ("optimizer", ("FusedOptimizer",)),
 )
 """Kernels of a step by words in their names; all others are small ones."""
@@ -149,7 +149,7 @@ def alone(device: str) -> dict[str, Any]:
 
         def process() -> dict[str, Any]:
             start = time.perf_counter()
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
             out = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
             found = {"process_seconds": time.perf_counter() - start, **json.loads(out.splitlines()[-1])}
             print(f"alone: {found['process_seconds']:.1f} s, {found['seconds']:.1f} s of it the run", flush=True)

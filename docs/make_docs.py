@@ -424,8 +424,8 @@ def whole_runs(result: Result) -> str:
     seeds = len(several["runs"])
     return "\n".join(
         [
-            f"All ten tasks of a hundred epochs the last way, one seed: {whole['seconds']:.1f} s where the GPU and the "
-            f"compiled network are at hand; {_alone(result)}{seeds} seeds side by side"
+            f"All ten tasks of a hundred epochs the last way, one seed: {whole['seconds']:.1f} s in a process "
+            f"that runs already; {_alone(result)}{seeds} seeds side by side"
             f"{' under MPS' if several.get('mps') else ''}, with their processes' start: {several['seconds']:.1f} s.",
             "",
             *_parts_of_a_run(result),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agscl import MultiHead
-from agscl.bits import as_bits, keep, replace
+from agscl.bits import as_bits, cut, joined, keep, replace
 from agscl.networks.cifar import CifarTrunk
 from agscl.nodes import LaidRows, NodeGraph, Rows
 from agscl.proximal import group_norms, pull, shrink
@@ -54,6 +54,25 @@ def test_single_numbers_are_zeroed_as_masked_fill_does():
     other = x.clone().masked_fill_(mask, 0.0)
     keep([x], [(~mask).to(torch.int32)])
     assert same([x], [other])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_large_tensors_are_changed_in_pieces_and_whole_all_the_same(layout):
+    shapes = [(64, 64, 9, 9), (3, 5, 3, 3), (2, 7001, 2, 2)]
+    given, others = ([torch.randn(shape).contiguous(memory_format=layout) for shape in shapes] for _ in range(2))
+    masks = [torch.rand(shape).contiguous(memory_format=layout) < 0.5 for shape in shapes]
+    pieces = joined(cut(48, given, masks))
+    assert len(pieces[0]) > len(shapes)
+    assert [len(piece) for piece in pieces[0]] == [len(piece) for piece in pieces[1]]
+    expected = [one.masked_fill(~mask, 0.0) for one, mask in zip(given, masks, strict=True)]
+    keep(given, [mask.to(torch.int32) for mask in masks])
+    assert same(given, expected)
+    replace(given, others, torch.tensor(True))
+    assert same(given, others)
+    row = torch.rand(1, 64, 9, 9) < 0.5
+    expected = given[0].masked_fill(~row, 0.0)
+    keep(given[:1], [row.to(torch.int32)])
+    assert same(given[:1], [expected])
 
 
 def test_nothing_is_done_to_no_tensors():

@@ -3,13 +3,13 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from agscl.supervised import compiled, convolution
 from agscl.supervised.compiled import Compiled
@@ -22,23 +22,22 @@ from agscl.supervised.convolution import (
     pictures,
     seen,
     suits,
+    total,
     weight_gradients,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
-class Called(TorchDispatchMode):
-    """The operations of ours that are called within, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "agscl":
-            self.names.append(function._opname)
-        return function(*args, **(kwargs or {}))
+@pytest.fixture
+def called(monkeypatch):
+    """The operations of ours that are called, by name."""
+    names = []
+    for name in ("weight_gradients", "pictures", "picture_gradients"):
+        operation = getattr(convolution, name)
+        noted = wraps(operation)(lambda *given, name=name, operation=operation: names.append(name) or operation(*given))
+        monkeypatch.setattr(convolution, name, noted)
+    return names
 
 
 def drawn(*shape, device, dtype=torch.bfloat16, seed=0):
@@ -107,11 +106,22 @@ def test_a_picture_that_is_not_a_number_is_not_hidden_by_relu(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_torch_is_told_the_truth_about_the_operations(device):
     x, gradient = drawn(2, 16, 4, 4, device=device), drawn(2, 32, 4, 4, device=device)
-    torch.library.opcheck(weight_gradients, (gradient, x, 5))
+    known = torch.ops.agscl
+    torch.library.opcheck(known.weight_gradients.default, (gradient, x, 5))
     x = drawn(2, 3, 4, 4, device=device, dtype=torch.float32)
     weight, bias = drawn(32, 3, 3, 3, device=device, dtype=torch.float32), torch.ones(32, device=device)
-    torch.library.opcheck(pictures, (x, weight, bias))
-    torch.library.opcheck(picture_gradients, (gradient, x, pictures(x, weight, bias), 5))
+    torch.library.opcheck(known.pictures.default, (x, weight, bias))
+    torch.library.opcheck(known.picture_gradients.default, (gradient, x, pictures(x, weight, bias), 5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "shape", [(1, 5), (512, 32), (37, 100), (128, 64, 3, 3, 32), (700, 20), (512, 864), (64, 1024)]
+)
+def test_parts_are_summed_up(device, shape):
+    parts = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    assert total(parts).shape == shape[1:]
+    torch.testing.assert_close(total(parts), parts.double().sum(0).float(), rtol=1e-4, atol=1e-4)
 
 
 def network():
@@ -121,17 +131,18 @@ def network():
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
-def test_a_rearranged_network_uses_them_in_bfloat16_alone_and_is_as_exact(precision):
+def test_a_rearranged_network_uses_them_in_bfloat16_alone_and_is_as_exact(called, precision):
     torch.manual_seed(0)
     trunk, x = network(), drawn(8, 3, 8, 8, device="cpu", dtype=torch.float32)
     rearranged = Compiled(trunk, rearranged=True)
 
     def learned(within, precision=precision):
         trunk.zero_grad()
-        with Called() as called, within, torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        called.clear()
+        with within, torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
             output = trunk(x)
             output.float().square().mean().backward()
-        return [output.detach(), *[parameter.grad for parameter in trunk.parameters()]], sorted(called.names)
+        return [output.detach(), *[parameter.grad for parameter in trunk.parameters()]], sorted(called)
 
     exact, _ = learned(nullcontext(), torch.float32)
     plain, none = learned(nullcontext())
@@ -179,14 +190,14 @@ def test_other_convolutions_are_left_to_torch(layer):
         (drawn(2, 16, 4, 6, device="cpu", dtype=torch.double), "twice the digits"),
     ],
 )
-def test_other_inputs_are_left_to_torch(x, given):
+def test_other_inputs_are_left_to_torch(called, x, given):
     layer = nn.Conv2d(16, 32, 3, padding=1).to(x.dtype if x.dtype == torch.double else torch.float32)
     x.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16), Called() as called:
+    with torch.autocast("cpu", torch.bfloat16):
         y = convolved(layer, x)
         assert torch.equal(y, layer(x)), given
         y.sum().backward()
-    assert called.names == []
+    assert called == []
 
 
 def test_pictures_whose_own_gradient_is_wanted_are_left_to_torch():
@@ -262,8 +273,8 @@ def test_more_numbers_than_the_kernels_count_or_no_triton_are_left_to_torch(monk
     monkeypatch.undo()
     monkeypatch.setattr(convolution, "TRITON", False)
     assert of_pictures(layer, x), "a CPU needs none"
-    on_gpu = SimpleNamespace(dim=lambda: 4, is_contiguous=lambda memory_format: True, is_cuda=True)
-    assert not convolution._takes(on_gpu)
+    on_gpu = SimpleNamespace(dim=lambda: 4, numel=lambda: 1, is_contiguous=lambda memory_format: True, is_cuda=True)
+    assert not convolution.takes(on_gpu)
 
 
 def test_torch_still_has_what_is_hashed_in_advance():

@@ -368,7 +368,21 @@ def test_every_replayed_step_drops_other_nodes_and_as_many_as_it_should(compiled
     assert (torch.stack(seen[5:])[masks] - 1 / 0.75).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("size", [256, 148])  # the last batch of an epoch is not compiled
+def test_every_replayed_step_of_a_chain_drops_other_nodes():
+    """Seen in the loss, of weights that hardly move."""
+    model = MultiHead(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5)), features=64).cuda()
+    x, y = torch.randn(48, 16), torch.randint(3, (48,))
+    fast = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
+    config = TrainingConfig(epochs=24, batch_size=48, lr=1e-12, patience=None, restore_best=False, **fast)
+    tasks = (Task("t0", 3, x, y, None, None, x, y),)
+    trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
+    assert trainer._compiled.ours
+    while trainer.advance():
+        pass
+    assert len(set(trainer.losses[0])) == config.epochs
+
+
+@pytest.mark.parametrize("size", [256, 148])
 def test_the_fast_ways_gradients_point_where_those_of_float32_do(size):
     def gradients(**options):
         torch.manual_seed(0)

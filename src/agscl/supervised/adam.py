@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PIECE = 8192
-"""The fewest numbers handed to the fused kernel as one tensor."""
+from agscl.bits import cut, joined
+
 PIECES = 128
-"""About so many pieces are made of all weights. The kernel gives 65 536 numbers of a tensor to one multiprocessor, of
-which a GPU has over a hundred: the paper's network for CIFAR, left whole, would keep a sixth of them busy."""
-WHOLE = 65_536
-"""Pieces that large gain nothing."""
-FOUR = 4
-"""The kernel takes four numbers at a time where it can, and rounds a weight decay otherwise where it cannot: tensors
-that are no multiple of four stay whole, and pieces are multiples of four."""
+"""About so many pieces are made of all weights."""
 LAUNCH = 36
 """Torch launches the kernel for so many tensors at a time, one launch after the other; here they run side by side."""
 
 
 class _InPieces(torch.optim.Optimizer):
     """To be made with `fused=True`, of parameters of one kind on one device."""
+
+    # Torch's own, before which torch imports its compiler: two seconds, for what is never compiled.
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -45,11 +44,10 @@ class _InPieces(torch.optim.Optimizer):
         *tensors, steps = lists
         torch._foreach_add_(steps, 1)
         parts = [one for one in tensors if one]
-        size = max(PIECE, FOUR * -(-sum(parameter.numel() for parameter in parts[0]) // (FOUR * PIECES)))
-        cuts = [_cut(size, *of_one) for of_one in zip(*parts, strict=True)]
-        pieces = [[piece for cut in cuts for piece in cut[place]] for place in range(len(parts))]
+        cuts = cut(PIECES, *parts)
+        pieces = joined(cuts)
         pieces += [[] for _ in range(len(tensors) - len(parts))]
-        pieces.append([step for step, cut in zip(steps, cuts, strict=True) for _ in cut[0]])
+        pieces.append([step for step, of_one in zip(steps, cuts, strict=True) for _ in of_one[0]])
         beta1, beta2 = group["betas"]
         kernel = partial(
             torch._fused_adamw_ if isinstance(self, torch.optim.AdamW) else torch._fused_adam_,
@@ -75,17 +73,6 @@ class Adam(_InPieces, torch.optim.Adam):
 
 class AdamW(_InPieces, torch.optim.AdamW):
     """See `torch.optim.AdamW`."""
-
-
-def _cut(size: int, parameter: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """A parameter, its gradient and its moments in pieces; whole where they are not laid out alike."""
-    each = (parameter, *others)
-    alike = all(other.stride() == parameter.stride() for other in others)
-    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-    fours = parameter.numel() % FOUR == 0
-    if alike and dense and fours and size < WHOLE and parameter.numel() > size:
-        return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in each]
-    return [(one,) for one in each]
 
 
 def _side_by_side(works: Sequence[partial[Any]], device: torch.device) -> None:

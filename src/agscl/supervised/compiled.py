@@ -16,18 +16,33 @@ from torch import Tensor, nn
 
 from agscl.garbage import held_off
 from agscl.proximal import pull, shrink
-from agscl.supervised.convolution import convolved, of_pictures, seen, suits
+from agscl.supervised.chains import (
+    chained,
+    chains_of,
+    covers,
+    in_blocks,
+    largest_of_blocks,
+    links_of,
+    spread_over_blocks,
+)
+from agscl.supervised.convolution import TRITON, convolved, of_pictures, seen, suits
 
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
-BLOCK = 4
-"""The widest block of neighbours whose numbers are compared one by one."""
 ALIGNED = 16
 """Columns of that product come in multiples of this, as tensor cores take them."""
 
 
 class CompileFailed(RuntimeError):
-    """Torch could not compile the network on this machine."""
+    """The network could not be compiled on this machine."""
+
+    @classmethod
+    def because(cls, error: Exception) -> CompileFailed:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return cls(
+            "the network could not be compiled, which needs a C++ compiler and Python's headers (gcc, python3-dev): "
+            f"leave out --fast, or use --set compile=false. Torch said: {reason}"
+        )
 
 
 class Compiled:
@@ -38,15 +53,36 @@ class Compiled:
     cores: for so few channels cuDNN chose none of its kernels that use them. And where a convolution, a ReLU and a
     maximum over neighbours follow each other, the maximum is taken first: bias and ReLU then see a quarter of the
     numbers, and so do their gradients.
+
+    With `rounded` too, numbers will be in bfloat16, channels last. A network that `covers` takes then has kernels of
+    our own from end to end, and torch's compiler, which takes seconds to import alone, is left out; unless, when first
+    used, the network turns out to call its layers in some other way.
     """
 
-    def __init__(self, module: nn.Module, rearranged: bool) -> None:
-        self.module = module
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        options: dict[str, Any] | None = {"combo_kernels": True} if device.type == "cuda" else None  # small ones joined
-        with _waking(device), held_off():  # much is imported, and nothing is let go
+    def __init__(
+        self, module: nn.Module, rearranged: bool, rounded: bool = False, device: torch.device | None = None
+    ) -> None:
+        self.module, self.rearranged = module, rearranged
+        self.device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        on_gpu = self.device.type == "cuda"
+        self.ours = chains_of(module) if rearranged and rounded and covers(module) and (TRITON or not on_gpu) else []
+        self.tried = not on_gpu  # whether Triton can compile
+        self.used: set[nn.Module] | None = None  # layers with kernels of ours, once it was in use
+        self.waking: Thread | None = None
+        if not self.ours:
+            self._use_torch()
+        elif on_gpu and "triton" not in sys.modules:
+            self.waking = Thread(target=_wake_with_triton, args=(self.device,))
+            self.waking.start()
+
+    def _use_torch(self) -> None:
+        """Have it compiled by torch."""
+        module, self.ours = self.module, []
+        on_gpu = self.device.type == "cuda"
+        options: dict[str, Any] | None = {"combo_kernels": True} if on_gpu else None  # small ones joined
+        with _waking(self.device), held_off():  # much is imported, and nothing is let go
             self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False, options=options)
-        parts = list(module.modules()) if rearranged else []
+        parts = list(module.modules()) if self.rearranged else []
         self.narrow = [part for part in parts if _narrow(part)]
         self.suited = [part for part in parts if suits(part) and part not in self.narrow]
         self.chains = [part for part in parts if type(part) is nn.Sequential and _pooling(part)]
@@ -54,9 +90,18 @@ class Compiled:
     @contextmanager
     def in_use(self, compiled: bool = True) -> Iterator[None]:
         """Let calls of the module run as compiled, or as rearranged alone, unless there are hooks within it."""
+        if self.waking is not None:
+            self.waking.join()
+            self.waking = None
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
         if hooked:
             yield
+            return
+        if self.ours:
+            with self._chained():
+                yield
+            if self.used != {link.layer for link in links_of(self.module)}:
+                self._use_torch()
             return
         other = {part: MethodType(as_product, part) for part in self.narrow if compiled and _as_made(part)}
         other |= {part: MethodType(convolved, part) for part in self.suited if _as_made(part)}
@@ -70,15 +115,30 @@ class Compiled:
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise CompileFailed(
-                "the network could not be compiled, which needs a C++ compiler and Python's headers (gcc, "
-                f"python3-dev): leave out --fast, or use --set compile=false. Torch said: {reason}"
-            ) from error
+            raise CompileFailed.because(error) from error
         finally:
             self.module._compiled_call_impl = None
             for part in other:
                 del part.forward
+
+    @contextmanager
+    def _chained(self) -> Iterator[None]:
+        if not self.tried:
+            _try_triton(self.device)
+            self.tried = True
+        self.used = set() if self.used is None else self.used
+        chains = [chain for chain in self.ours if all(map(_as_made, chain.modules()))]
+        for chain in chains:
+            chain.forward = partial(chained, chain, used=self.used)  # type: ignore[method-assign]
+        try:
+            yield
+        except Exception as error:
+            if not type(error).__module__.startswith("triton"):
+                raise
+            raise CompileFailed.because(error) from error
+        finally:
+            for chain in chains:
+                del chain.forward
 
 
 def let_compilers_go() -> None:
@@ -118,6 +178,28 @@ def _hash() -> None:
 
         codecache.torch_key()
         codecache.CacheBase.get_system()
+
+
+def _wake_with_triton(device: torch.device) -> None:
+    """And let Triton hash its code, by which it looks for the kernels it compiled before. It keeps the result."""
+    _wake(device)
+    with suppress(Exception):  # as above
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def _try_triton(device: torch.device) -> None:
+    """Say at once where Triton cannot compile."""
+    from agscl.supervised import kernels
+
+    some = torch.zeros(512, 32, device=device)
+    try:
+        kernels.total(some, torch.empty_like(some[0]))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise CompileFailed.because(error) from error
 
 
 def _wake(device: torch.device | str) -> None:
@@ -198,10 +280,8 @@ def pooled_first(chain: nn.Sequential, x: Tensor) -> Tensor:
 
 def pooled(pool: nn.MaxPool2d, x: Tensor) -> Tensor:
     """What the pool gives of `x`, block by block where its windows are blocks, which pays where it is compiled."""
-    size = pool.kernel_size
-    if not isinstance(size, int) or size > BLOCK or (pool.stride, pool.padding, pool.dilation) != (size, 0, 1):
-        return pool(x)  # type: ignore[no-any-return]
-    whole = x.dim() == 4 and not any(side % size for side in x.shape[2:])
+    size: Any = pool.kernel_size
+    whole = in_blocks(pool) and x.dim() == 4 and not any(side % size for side in x.shape[2:])
     return Largest.apply(x, size) if whole and torch.compiler.is_compiling() else pool(x)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -213,23 +293,15 @@ class Largest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        largest = x[:, :, ::size, ::size]
-        which = torch.zeros_like(largest, dtype=torch.uint8)
-        for place in range(1, size * size):
-            value = x[:, :, place // size :: size, place % size :: size]
-            larger = (value > largest) | value.isnan()
-            largest, which = torch.where(larger, value, largest), torch.where(larger, place, which)
+        largest, which = largest_of_blocks(x, size)
         ctx.size = size
         ctx.save_for_backward(which)
         return largest
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (which,), size = ctx.saved_tensors, ctx.size
-        rows, columns = (torch.arange(size, device=which.device).view(shape) for shape in ((size, 1, 1, 1), (size, 1)))
-        which, gradient = (one.permute(0, 2, 3, 1)[:, :, None, :, None] for one in (which, gradient))  # channels last
-        spread = torch.where(which == rows * size + columns, gradient, 0)
-        return spread.flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2), None
+        (which,) = ctx.saved_tensors
+        return spread_over_blocks(gradient, which, ctx.size), None
 
 
 def _pooling(chain: nn.Sequential) -> tuple[int, ...]:

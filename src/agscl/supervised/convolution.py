@@ -7,6 +7,8 @@ in plain torch, which a CPU runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -63,7 +65,7 @@ def suits(layer: nn.Module) -> bool:
 def of_pictures(convolution: nn.Conv2d, x: Tensor) -> bool:
     """Whether ReLU of the convolution may be computed as `seen` does."""
     kind = suits(convolution) and convolution.in_channels in COLOURS and convolution.bias is not None
-    return kind and not x.requires_grad and _takes(x)
+    return kind and not x.requires_grad and takes(x)
 
 
 def seen(convolution: nn.Conv2d, x: Tensor) -> Tensor:
@@ -77,40 +79,48 @@ def convolved(convolution: nn.Conv2d, x: Tensor, with_bias: bool = True) -> Tens
     bias = convolution.bias if with_bias else None
     wide = suits(convolution) and convolution.in_channels in CHANNELS
     y: Tensor
-    if not (wide and x.requires_grad and _takes(x)):
+    if not (wide and x.requires_grad and takes(x)):
         y = convolution._conv_forward(x, convolution.weight, bias)
         return y
-    y = Convolved.apply(x.to(torch.bfloat16), convolution.weight)  # type: ignore[no-untyped-call]
+    rounded = convolution.weight.detach().to(torch.bfloat16)
+    y = Convolved.apply(x.to(torch.bfloat16), convolution.weight, rounded)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(y.dtype)[:, None, None]
 
 
-def _takes(x: Tensor) -> bool:
-    """Whether the kernels can be used for these inputs: in bfloat16, channels last, not too many."""
-    if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last) or (x.is_cuda and not TRITON):
+def takes(x: Tensor) -> bool:
+    """Whether the kernels can be used for these inputs: in bfloat16, channels last, some but not too many."""
+    if (
+        x.dim() != 4
+        or not x.numel()
+        or not x.is_contiguous(memory_format=torch.channels_last)
+        or (x.is_cuda and not TRITON)
+    ):
         return False
-    if x[:, 0].numel() * max(CHANNELS) >= MOST:
-        return False
+    return x[:, 0].numel() * max(CHANNELS) < MOST and rounds(x)
+
+
+def rounds(x: Tensor) -> bool:
+    """Whether numbers are rounded to bfloat16 now."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return dtype == torch.bfloat16 and x.dtype != torch.float64
 
 
 class Convolved(torch.autograd.Function):
-    """A convolution of numbers in bfloat16 by weights in float32."""
+    """A convolution of numbers in bfloat16 by weights in float32, which are given rounded to bfloat16 too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rounded = weight.to(x.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor) -> Tensor:
         ctx.save_for_backward(x, rounded)
         return F.conv2d(x, rounded, padding=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        _refuse_second()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        refuse_second()
         x, weight = ctx.saved_tensors
-        of_x = differentiated(gradient, x, weight, [True, False, False])[0]
+        of_x = differentiated(gradient, x, weight, [True, False, False])[0] if ctx.needs_input_grad[0] else None
         shares = division(gradient.shape[1], x.shape[1]).shares
-        return of_x, _whole(weight_gradients(gradient, x, shares))
+        return of_x, _whole(weight_gradients(gradient, x, shares)), None
 
 
 class Seen(torch.autograd.Function):
@@ -124,12 +134,12 @@ class Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
-        _refuse_second()
+        refuse_second()
         parts, sums = picture_gradients(gradient, *ctx.saved_tensors, SHARES)
-        return None, _whole(parts), sums.sum(0)
+        return None, _whole(parts), total(sums)
 
 
-def _refuse_second() -> None:
+def refuse_second() -> None:
     """A compiled network refuses by itself."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("--fast has no gradients of gradients (create_graph=True): leave it out")
@@ -137,7 +147,18 @@ def _refuse_second() -> None:
 
 def _whole(parts: Tensor) -> Tensor:
     """The gradient of the weights, laid out as they are."""
-    return parts.sum(0).permute(0, 3, 1, 2)
+    return total(parts).permute(0, 3, 1, 2)
+
+
+def total(parts: Tensor) -> Tensor:
+    """The sum of all parts."""
+    if not parts.is_cuda or torch.compiler.is_compiling():
+        return parts.sum(0)
+    from agscl.supervised import kernels
+
+    found = torch.empty_like(parts[0])
+    kernels.total(parts, found)
+    return found
 
 
 def differentiated(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
@@ -152,11 +173,35 @@ def differentiated(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[boo
 # The operations ------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("agscl::weight_gradients", mutates_args=())
+def operation(room: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Where torch compiles, let a function be one operation to it, of which `room` gives the form of the results.
+
+    Elsewhere it is a function: as an operation its first call would import torch's compiler.
+    """
+
+    def made(function: Callable[..., Any]) -> Callable[..., Any]:
+        known = torch.library.custom_op(f"agscl::{function.__name__}", function, mutates_args=())
+        known.register_fake(room)
+
+        @wraps(function)
+        def call(*given: Any) -> Any:
+            return known(*given) if torch.compiler.is_compiling() else function(*given)
+
+        return call
+
+    return made
+
+
+def _weight_gradients_room(gradient: Tensor, x: Tensor, shares: int) -> Tensor:
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    return x.new_empty((shares, outputs, 3, 3, inputs), dtype=torch.float32)
+
+
+@operation(_weight_gradients_room)
 def weight_gradients(gradient: Tensor, x: Tensor, shares: int) -> Tensor:
     """(shares, outputs, 3, 3, inputs) whose sum is the gradient of a convolution's weights."""
-    gradient, x = _laid_out(gradient), _laid_out(x)
-    parts: Tensor = _weight_gradients_room(gradient, x, shares)
+    gradient, x = laid_out(gradient), laid_out(x)
+    parts = _weight_gradients_room(gradient, x, shares)
     if x.is_cuda:
         from agscl.supervised.kernels import weights
 
@@ -167,17 +212,16 @@ def weight_gradients(gradient: Tensor, x: Tensor, shares: int) -> Tensor:
     return parts
 
 
-@weight_gradients.register_fake
-def _weight_gradients_room(gradient: Tensor, x: Tensor, shares: int) -> Tensor:
-    outputs, inputs = gradient.shape[1], x.shape[1]
-    return x.new_empty((shares, outputs, 3, 3, inputs), dtype=torch.float32)
+def _pictures_room(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    examples, _, height, width = x.shape
+    return x.new_empty((examples, height, width, len(weight)), dtype=torch.bfloat16).permute(0, 3, 1, 2)
 
 
-@torch.library.custom_op("agscl::pictures", mutates_args=())
+@operation(_pictures_room)
 def pictures(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """ReLU of a convolution, in bfloat16."""
-    x, weight = _laid_out(x), _laid_out(weight)
-    y: Tensor = _pictures_room(x, weight, bias)
+    x, weight = laid_out(x), laid_out(weight)
+    y = _pictures_room(x, weight, bias)
     if x.is_cuda:
         from agscl.supervised import kernels
 
@@ -187,33 +231,26 @@ def pictures(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y.copy_(F.conv2d(x, weight, bias, padding=1).relu())
 
 
-@pictures.register_fake
-def _pictures_room(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    examples, _, height, width = x.shape
-    return x.new_empty((examples, height, width, len(weight)), dtype=torch.bfloat16).permute(0, 3, 1, 2)
+def _picture_gradients_room(gradient: Tensor, x: Tensor, y: Tensor, shares: int) -> tuple[Tensor, Tensor]:
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    sums = x.new_empty((shares, outputs), dtype=torch.float32)
+    return sums.new_empty((shares, outputs, 3, 3, inputs)), sums
 
 
-@torch.library.custom_op("agscl::picture_gradients", mutates_args=())
+@operation(_picture_gradients_room)
 def picture_gradients(gradient: Tensor, x: Tensor, y: Tensor, shares: int) -> tuple[Tensor, Tensor]:
     """As `weight_gradients`, of `pictures`, which gave `y` of `x`; and the same of the bias, (shares, outputs)."""
-    gradient, x, y = _laid_out(gradient), _laid_out(x), _laid_out(y)
+    gradient, x, y = laid_out(gradient), laid_out(x), laid_out(y)
     parts, sums = _picture_gradients_room(gradient, x, y, shares)
     if x.is_cuda:
         from agscl.supervised.kernels import picture_weights
 
         picture_weights(gradient, x, y, parts, sums, block=BLOCK)
     else:
-        gradient = torch.where(y > 0, gradient, 0)
+        gradient = torch.where(y <= 0, 0, gradient)
         _in_one_share(parts, gradient, x.to(torch.bfloat16))
         sums.zero_()[0] = gradient.float().sum((0, 2, 3))
     return parts, sums
-
-
-@picture_gradients.register_fake
-def _picture_gradients_room(gradient: Tensor, x: Tensor, y: Tensor, shares: int) -> tuple[Tensor, Tensor]:
-    outputs, inputs = gradient.shape[1], x.shape[1]
-    sums = x.new_empty((shares, outputs), dtype=torch.float32)
-    return sums.new_empty((shares, outputs, 3, 3, inputs)), sums
 
 
 def _in_one_share(parts: Tensor, gradient: Tensor, x: Tensor) -> None:
@@ -223,5 +260,6 @@ def _in_one_share(parts: Tensor, gradient: Tensor, x: Tensor) -> None:
     parts.zero_()[0] = whole.permute(0, 2, 3, 1)
 
 
-def _laid_out(x: Tensor) -> Tensor:
+def laid_out(x: Tensor) -> Tensor:
+    """Channels last."""
     return x.contiguous(memory_format=torch.channels_last)

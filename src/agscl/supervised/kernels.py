@@ -8,6 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TILE = 1024
+"""Numbers that a program of elementwise kernels computes at a time: eight for each of its threads."""
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(  # type: ignore[no-untyped-def]
@@ -134,13 +137,157 @@ def _picture_weights(  # type: ignore[no-untyped-def]
         at = pixels[:, None] * OUTPUTS + outputs[None, :]
         there = (pixels < PIXELS)[:, None]
         given = tl.load(gradient + at, mask=there, other=0.0)
-        given = tl.where(tl.load(y + at, mask=there, other=0.0) > 0, given, 0.0).to(tl.bfloat16)
+        given = tl.where(tl.load(y + at, mask=there, other=0.0) <= 0, 0.0, given).to(tl.bfloat16)
         under = _laid_under(x, pixels, number, PIXELS, HEIGHT, WIDTH, CHANNELS)
         product = tl.dot(tl.trans(given), under, product)
     written = parts + share * (9 * CHANNELS * OUTPUTS) + outputs[:, None] * (9 * CHANNELS) + number[None, :]
     tl.store(written, product, mask=(number < 9 * CHANNELS)[None, :])
     written = sums + share * OUTPUTS + outputs[:, None] + 0 * number[None, :]
     tl.store(written, product, mask=(number == 9 * CHANNELS)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    y,
+    bias,
+    seeds,
+    z,
+    which,
+    PIXELS,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SHARE: tl.constexpr,
+    PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Largest of a block, bias, ReLU and dropout of a `SHARE`; `PIXELS` and `WIDTH` are those of `z`.
+
+    The number of pixels is no constant: each constant is compiled for, and there are several sizes of batches.
+    """
+    pixels, channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    there = (pixels < PIXELS)[:, None] & (channels < CHANNELS)[None, :]
+    at = pixels[:, None] * CHANNELS + channels[None, :]
+    read = y + _first_of_block(pixels, WIDTH, SIZE)[:, None] * CHANNELS + channels[None, :]
+    found = tl.load(read, mask=there, other=0.0).to(tl.float32)
+    place = tl.zeros((BLOCK, WIDE), tl.int32)
+    if SIZE > 1:
+        for k in tl.static_range(1, SIZE * SIZE):
+            beside = ((k // SIZE) * (WIDTH * SIZE) + k % SIZE) * CHANNELS
+            value = tl.load(read + beside, mask=there, other=0.0).to(tl.float32)
+            larger = (value > found) | (value != value)
+            found, place = tl.where(larger, value, found), tl.where(larger, k, place)
+    found += tl.load(bias + channels, mask=channels < CHANNELS, other=0.0)[None, :]
+    dead = found <= 0  # NaN is not
+    if SHARE > 0:
+        dead |= (tl.rand(tl.load(seeds + PLACE), at) < SHARE) & (found == found)
+        found *= 1 / (1 - SHARE)
+    found = tl.where(dead, 0.0, found)
+    if SIZE > 1 or SHARE > 0:
+        tl.store(which + at, tl.where(dead, SIZE * SIZE, place).to(tl.uint8), mask=there)
+    tl.store(z + at, found.to(tl.bfloat16), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activated(  # type: ignore[no-untyped-def]
+    gradient,
+    z,
+    which,
+    of_y,
+    sums,
+    PIXELS,
+    PART,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part, channels = tl.program_id(0), tl.arange(0, WIDE)
+    total = tl.zeros((BLOCK, WIDE), tl.float32)
+    for start in range(0, PART, BLOCK):
+        pixels = part * PART + start + tl.arange(0, BLOCK)
+        there = (pixels < PIXELS)[:, None] & (channels < CHANNELS)[None, :]
+        at = pixels[:, None] * CHANNELS + channels[None, :]
+        given = tl.load(gradient + at, mask=there, other=0.0).to(tl.float32)
+        if SIZE > 1 or SHARE > 0:
+            place = tl.load(which + at, mask=there, other=0)
+            dead = place == SIZE * SIZE
+        else:
+            dead = tl.load(z + at, mask=there, other=0.0) <= 0
+        given = tl.where(dead, 0.0, given * (1 / (1 - SHARE))).to(tl.bfloat16)
+        total += given.to(tl.float32)
+        if SIZE > 1:
+            written = of_y + _first_of_block(pixels, WIDTH, SIZE)[:, None] * CHANNELS + channels[None, :]
+            for k in tl.static_range(SIZE * SIZE):
+                beside = ((k // SIZE) * (WIDTH * SIZE) + k % SIZE) * CHANNELS
+                tl.store(written + beside, tl.where(place == k, given, 0.0).to(tl.bfloat16), mask=there)
+        else:
+            tl.store(of_y + at, given, mask=there)
+    tl.store(sums + part * CHANNELS + channels, tl.sum(total, 0), mask=channels < CHANNELS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_of_block(pixels, WIDTH: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each pixel, the first one of the block it was made of."""
+    return (pixels // WIDTH) * (SIZE * SIZE * WIDTH) + (pixels % WIDTH) * SIZE
+
+
+def activate(
+    y: Tensor, bias: Tensor, seeds: Tensor, z: Tensor, which: Tensor, *, size: int, share: float, place: int
+) -> None:
+    """Fill `z` with the largest of each block, with a bias, ReLU and dropout.
+
+    `y` and `z` are (examples, channels, height, width) or (examples, channels). Where there are blocks or is dropout,
+    `which` tells a number's place in its block; of what ReLU or dropout set to zero it is behind the last.
+    """
+    pixels, width, channels = _pixels(z)
+    wide, block = _tile(channels)
+    launch: Any = _activate[(-(-pixels // block),)]
+    launch(y, bias, seeds, z, which, pixels, width, channels, wide, size, share, place, block, num_warps=4)
+
+
+def activated(
+    gradient: Tensor, z: Tensor, which: Tensor, of_y: Tensor, sums: Tensor, *, size: int, share: float
+) -> None:
+    """Of `activate`, the gradient of `y`, and `sums` (parts, channels), whose sum is that of the bias."""
+    pixels, width, channels = _pixels(z)
+    wide, block = _tile(channels)
+    launch: Any = _activated[(len(sums),)]
+    sizes = (pixels, _share(pixels, len(sums), block), width, channels, wide, size, share, block)
+    launch(gradient, z, which, of_y, sums, *sizes, num_warps=4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _total(parts, found, COUNT, LENGTH, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, COUNT, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        there = (rows < COUNT)[:, None] & (columns < LENGTH)[None, :]
+        total += tl.load(parts + rows[:, None] * LENGTH + columns[None, :], mask=there, other=0.0)
+    tl.store(found + columns, tl.sum(total, 0), mask=columns < LENGTH)
+
+
+def total(parts: Tensor, found: Tensor) -> None:
+    """Fill `found` (…) with the sum of `parts` (count, …)."""
+    count, length = len(parts), found.numel()
+    rows, columns = min(512, 1 << (count - 1).bit_length()), 16 if length <= 256 else 32
+    launch: Any = _total[(-(-length // columns),)]
+    launch(parts, found, count, length, rows, columns, num_warps=8)
+
+
+def _pixels(z: Tensor) -> tuple[int, int, int]:
+    """How many pixels, of how many in a row, with how many channels."""
+    return z.numel() // z.shape[1], z.shape[3] if z.dim() == 4 else 1, z.shape[1]
+
+
+def _tile(channels: int) -> tuple[int, int]:
+    """Channels and pixels that are computed at a time."""
+    wide = 1 << (channels - 1).bit_length()
+    return wide, max(1, TILE // wide)
 
 
 def pictures(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *, block: int) -> None:

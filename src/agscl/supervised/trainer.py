@@ -62,8 +62,8 @@ class TrainingConfig:
     channels_last: bool = False
     """Whether pictures and convolutions are laid out channels last, which is faster on most machines."""
     compile: bool = False
-    """Whether the trunk is compiled for training (torch.compile); takes some seconds once. The first step of a task is
-    not, nor is the first after a run was resumed."""
+    """Whether the trunk is compiled for training, by torch or, where they cover it, as kernels of our own; takes some
+    seconds once. The first step of a task is not, nor is the first after a run was resumed."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -141,7 +141,9 @@ class Trainer:
         automatic = config.engine == "auto" and self.device.type == "cuda" and capturable
         self.captures = config.engine == "captured" or automatic
         self._captured: Captured | None = None  # of the task under way
-        self._compiled = Compiled(model.trunk, rearranged=self.device.type == "cuda") if config.compile else None
+        rounded = config.precision == "bf16" and config.channels_last
+        options: dict[str, Any] = {"rearranged": self.device.type == "cuda", "rounded": rounded, "device": self.device}
+        self._compiled = Compiled(model.trunk, **options) if config.compile else None
         self._moved: dict[int, Task] = {}
 
         self.task_index = 0
@@ -281,7 +283,7 @@ class Trainer:
     def _loss(self, rows: Tensor) -> Tensor:
         """The mean loss of these rows of the training data."""
         x, y = self.task.batch(rows)
-        whole = len(rows) == self.config.batch_size  # for the last batch alone compiling does not pay
+        whole = len(rows) == self.config.batch_size  # for the last batch alone torch's compiler does not pay
         try:
             with self._compiled.in_use(compiled=whole) if self._compiled and self._met else nullcontext():
                 return self._loss_of(x, y, self.task.name)
