@@ -213,7 +213,7 @@ def compared(result: Result) -> str:
     ]
     ours = _by_seed(result["methods"]["agscl"]) if "agscl" in result["methods"] else {}
     for name, of in result["methods"].items():
-        strength = [f"{SYMBOLS[key]} {value:g}" for key, value in of["settings"].items() if key in SYMBOLS]
+        strength = [f"{SYMBOLS[key]} {float(value):g}" for key, value in of["settings"].items() if key in SYMBOLS]
         parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
         lead = [ours[seed] - other for seed, other in _by_seed(of).items() if seed in ours]
         parts.insert(1, "–" if name == "agscl" else _spread_of(spread_over(lead), 100, 1))
@@ -380,14 +380,31 @@ def agree(result: Result) -> str:
         "| way | seeds | average accuracy, % | beside plain, seed by seed | forgetting, % |",
         "|---|---|---|---|---|",
     ]
-    plain = result["ways"]["plain"]["average_accuracy"]["values"]
     for name, way in result["ways"].items():
-        values = way["average_accuracy"]["values"]
-        gain = [one - other for one, other in zip(values, plain, strict=True)]
         figures = [_spread_of(way[key], 100, 1) for key in ("average_accuracy", "forgetting")]
-        figures.insert(1, "–" if name == "plain" else _spread_of(spread_over(gain), 100, 1))
-        lines.append(f"| {name} | {len(values)} | {' | '.join(figures)} |")
+        figures.insert(1, "–" if name == "plain" else _beside_plain(result, name))
+        lines.append(f"| {name} | {len(way['average_accuracy']['values'])} | {' | '.join(figures)} |")
     return "\n".join([*lines, "", f"{result['epochs']} epochs a task. {source(result)}"])
+
+
+def _beside_plain(result: dict[str, Any], name: str) -> str:
+    """What a way gains or loses seed by seed."""
+    here, plain = (result["ways"][way]["average_accuracy"]["values"] for way in (name, "plain"))
+    return _spread_of(spread_over([one - other for one, other in zip(here, plain, strict=True)]), 100, 1)
+
+
+@made_from("benchmarks/agree_cuda_earlier")
+def agreed_earlier(result: Result) -> str:
+    """The same seeds at another time."""
+    now = load("benchmarks/agree_cuda")
+    if now is None:
+        return ""
+    then, since = (each["ways"]["plain"]["average_accuracy"]["mean"] for each in (result, now))
+    found = [f"{_beside_plain(result, name)} ({name})" for name in result["ways"] if name != "plain"]
+    return (
+        f"The same seeds at an earlier commit ({result['commit']}): {', '.join(found)}. From then to now the mean of the "
+        f"plain way alone\nwent from {100 * then:.1f} to {100 * since:.1f}, on the same seeds."
+    )
 
 
 def _ways(result: dict[str, Any]) -> list[str]:
@@ -515,10 +532,11 @@ STEPS = 10 * 100 * math.ceil(4500 / 256)
 @made_from("cuda_tests")
 def cuda_tests(result: Result) -> str:
     counts, failed = result["counts"], [name.partition("::")[2] for name in result["failed"]]
-    count = sum(counts.values())
-    ended = f"{len(failed)} of the {count} failed: {', '.join(f'`{name}`' for name in failed)}" if failed else "passed"
-    tests = "" if failed else f"All {count} "
-    return f"{tests}{ended}. {source(result)}"
+    ran, skipped = sum(counts.values()) - counts.get("skipped", 0), counts.get("skipped", 0)
+    ended = f"{len(failed)} of {ran} failed: {', '.join(f'`{name}`' for name in failed)}" if failed else "passed"
+    tests = "" if failed else f"All {ran} that ran "
+    left_out = f", {skipped} were left out, which say why" if skipped else ""
+    return f"{tests}{ended}{left_out}. {source(result)}"
 
 
 @made_from("forms")
@@ -551,11 +569,10 @@ def _parts_of_a_run(result: dict[str, Any]) -> list[str]:
     first, again = result["alone"].values()
     alone, together = again["training_seconds"], [run["training_seconds"] for run in result["side_by_side"]["runs"]]
     return [
-        f"Of a process of its own, {again['process_seconds'] - again['seconds']:.0f} s go into starting Python, "
-        f"importing torch and ending, {again['seconds'] - alone:.0f} s into making data, CUDA, cuDNN and the node "
-        f"graph ready, {first['training_seconds'] - alone:.0f} s into compiling the first time. {len(together)} side "
-        f"by side fill the GPU: training took each of them {statistics.mean(together) / alone:.1f} times as long as "
-        "one alone.",
+        f"Of a process of its own, {again['process_seconds'] - again['seconds']:.1f} s go into starting Python, "
+        f"importing torch and ending, {again['seconds'] - alone:.1f} s into making data and CUDA ready, "
+        f"{first['training_seconds'] - alone:.1f} s into compiling the first time. {len(together)} side by side fill "
+        f"the GPU: training took each of them {statistics.mean(together) / alone:.1f} times as long as one alone.",
         "",
     ]
 
@@ -647,16 +664,17 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "search-five": made_from("search/five")(search),
     "omniglot-plain": made_from("omniglot-plain")(compared),
     "omniglot-plain-fast": made_from("omniglot-plain-fast")(compared),
+    "omniglot-plain-frozen": made_from("omniglot-plain-frozen")(compared),
     "beyond": made_from("beyond")(variants),
     "forms": made_from("forms")(variants),
     **{f"study-{name}": made_from(f"studies/{STUDIED}-{name}")(study) for name in ("reinit", "rho", "prox")},
     "study-aopc": made_from(f"studies/{STUDIED}-aopc")(areas),
-    "study-aopc-short": made_from(f"studies/{STUDIED}-short-aopc")(areas),
     "authors": authors,
     "fast": fast,
     "whole-runs": whole_runs,
     "goals": goals,
     "earlier": earlier,
+    "agreed-earlier": agreed_earlier,
     "one-run": one_run,
     "several-runs": several_runs,
     "one-seed": one_seed,
