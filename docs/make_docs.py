@@ -402,8 +402,8 @@ def agreed_earlier(result: Result) -> str:
     then, since = (each["ways"]["plain"]["average_accuracy"]["mean"] for each in (result, now))
     found = [f"{_beside_plain(result, name)} ({name})" for name in result["ways"] if name != "plain"]
     return (
-        f"The same seeds at an earlier commit ({result['commit']}): {', '.join(found)}. From then to now the mean of the "
-        f"plain way alone\nwent from {100 * then:.1f} to {100 * since:.1f}, on the same seeds."
+        f"The same seeds at an earlier commit ({result['commit']}): {', '.join(found)}. From then to now the mean of "
+        f"the plain way alone\nwent from {100 * then:.1f} to {100 * since:.1f}, on the same seeds."
     )
 
 
