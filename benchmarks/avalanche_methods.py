@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import clocked, compared, in_epochs, keep_memory, take_turns
+from timing import clocked, compared, in_epochs, take_turns
 from torch import Tensor, nn
 
+from agscl.garbage import keep_memory
 from agscl.networks.cifar import CifarTrunk
 
 _operators = torch.library.Library("torchvision", "DEF")

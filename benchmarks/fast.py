@@ -18,18 +18,21 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from measured import record
+from timing import compared, take_turns
 
 from agscl import tasks
 from agscl.experiments.compare import spread
 from agscl.experiments.execute import execute, make_trainer
 from agscl.experiments.presets import configure
-from agscl.garbage import none_at_exit
+from agscl.garbage import keep_memory, none_at_exit
 from agscl.runs import Run
 
 PRESET = "tinyimagenet32"
@@ -48,8 +51,9 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "plain": {"engine": "plain"},
         "channels last": {"engine": "plain", "channels_last": True},
-        "compiled": {"engine": "plain", "compile": True},
-        "channels last, compiled": {"engine": "plain", "channels_last": True, "compile": True},
+        "memory kept": {"engine": "plain", "keep_memory": True},
+        "memory kept, channels last": {"engine": "plain", "keep_memory": True, "channels_last": True},
+        "memory kept, compiled": {"engine": "plain", "keep_memory": True, "compile": True},
     },
 }
 COMPARED = (
@@ -79,6 +83,57 @@ def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, ep
     end = finish(device)
     steps = (epochs - 2) * trainer.steps_per_epoch
     return {"way": way, "ms_per_step": 1000 * (end - warm) / steps, "seconds_before": warm - start}
+
+
+def in_turns(rounds: int) -> dict[str, Any]:
+    """The same on a CPU, which other programs share: all ways take turns, a step each, with a plain one between any
+    two, each in a process of its own. Ends of epochs are not counted."""
+    context = multiprocessing.get_context("spawn")
+    asked: dict[str, Connection] = {}
+    for name, way in WAYS["cpu"].items():
+        asked[name], there = context.Pipe()
+        context.Process(target=_stepping, args=(there, way), daemon=True).start()
+        asked[name].recv()
+        print(f"{name} is ready", flush=True)
+
+    def clock(step: Any, device: str, times: int) -> float:
+        asked[step()].send(True)
+        return float(asked[step()].recv())
+
+    names = {name: partial(str, name) for name in asked}
+    rows: dict[str, Any] = {}
+    for name, pairs in take_turns(names.pop("plain"), names, rounds, "cpu", clock=clock).items():
+        found = compared(pairs)
+        rows.setdefault("plain", {"way": WAYS["cpu"]["plain"], "ms_per_step": found["plain_milliseconds"]["median"]})
+        rows[name] = {"way": WAYS["cpu"][name], "ms_per_step": found["milliseconds"]["median"], **found}
+        print(f"{name:42} {rows[name]['ms_per_step']:8.1f} ms, {1 / found['ratio']['median']:.2f} times as fast")
+    for pipe in asked.values():
+        pipe.send(False)
+    return rows
+
+
+def _stepping(asked: Connection, way: dict[str, Any]) -> None:
+    """Make a step of the second task whenever asked to, and tell the seconds of processor time it took."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if way.get("keep_memory"):
+        keep_memory()
+    first, second = tasks.load(PRESET, seed=0)[:2]
+    size = len(first.train_y) // 16  # of the first task a little is enough
+    short = replace(first, train_x=first.train_x[:size], train_y=first.train_y[:size])
+    options = {name: value for name, value in way.items() if name != "keep_memory"}
+    config = configure(PRESET, method="agscl", device="cpu", epochs=1, **SETTINGS, **options)
+    trainer = make_trainer(config, "agscl", (short, second))
+    while trainer.task_index < 1 or trainer.step < 2:
+        trainer.advance()
+    whole = trainer.examples // config.training.batch_size  # batches but for the last
+    assert trainer._optimizer is not None
+    asked.send(True)
+    while asked.recv():
+        trainer.step %= whole
+        start = time.process_time()
+        trainer._train_step(trainer._optimizer)
+        asked.send(time.process_time() - start)
 
 
 PARTS = (
@@ -205,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=15, help="on a CPU: steps of each way")
     parser.add_argument(
         "--whole",
         type=int,
@@ -225,6 +281,7 @@ def main() -> None:
     way = FAST if device == "cuda" else {}
     if arguments.one:
         none_at_exit()  # as `agscl` does
+        keep_memory()
         print(json.dumps(whole_run(0, device, way)))
         return
     if arguments.agree:
@@ -239,6 +296,10 @@ def main() -> None:
     start = time.perf_counter()
     sequence = tasks.load(PRESET, seed=0)
     print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
+    if device == "cpu":
+        found |= {"rounds": arguments.rounds, "ways": in_turns(arguments.rounds)}
+        record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
+        return
     rows = {}
     for name, tried in WAYS[device].items():
         try:
@@ -248,9 +309,8 @@ def main() -> None:
             rows[name] = {"way": tried, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
     found |= {"epochs": arguments.epochs, "ways": rows}
-    if device == "cuda":
-        found["step"] = kernels(FAST, device, sequence)
-        print(found["step"], flush=True)
+    found["step"] = kernels(FAST, device, sequence)
+    print(found["step"], flush=True)
     record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
 
 

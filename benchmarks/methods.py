@@ -34,11 +34,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measured import HOME, record
-from timing import Pairs, clocked, compared, in_epochs, keep_memory, summary, take_turns
+from timing import Pairs, clocked, compared, in_epochs, summary, take_turns
 from torch import Tensor
 
 from agscl import AGSCL, MultiHead
 from agscl.experiments.methods import METHODS
+from agscl.garbage import keep_memory
 from agscl.methods.base import Method, NodeMethod, SelfCheckWarning
 from agscl.networks.cifar import CifarTrunk
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 import statistics
@@ -14,16 +13,6 @@ import torch
 
 Act = Callable[[], object]
 Pairs = list[tuple[float, float]]
-
-
-def keep_memory() -> None:
-    """Let glibc keep freed memory: pages that go back and forth to the kernel would be most of the noise."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        trim_threshold, top_pad, mmap_max = -1, -2, -4  # as <malloc.h> numbers them
-        library.mallopt(mmap_max, 0)
-        library.mallopt(trim_threshold, 2**31 - 1)
-        library.mallopt(top_pad, 2**28)
 
 
 def clocked(act: Act, device: str, times: int = 1) -> float:
@@ -44,7 +33,14 @@ def clocked(act: Act, device: str, times: int = 1) -> float:
     return (time.process_time() - start_time) / times
 
 
-def take_turns(plain: Act, acts: Mapping[str, Act], rounds: int, device: str, times: int = 1) -> dict[str, Pairs]:
+def take_turns(
+    plain: Act,
+    acts: Mapping[str, Act],
+    rounds: int,
+    device: str,
+    times: int = 1,
+    clock: Callable[[Act, str, int], float] = clocked,
+) -> dict[str, Pairs]:
     """Seconds of each act and of the plain one, in every round. Each act stands between two plain ones, of which the
     mean is taken; the order is drawn anew every time, and a first round warms up."""
     draw = random.Random(0)
@@ -52,10 +48,10 @@ def take_turns(plain: Act, acts: Mapping[str, Act], rounds: int, device: str, ti
     taken: dict[str, Pairs] = {name: [] for name in acts}
     for number in range(rounds + 1):
         draw.shuffle(order)
-        before = clocked(plain, device, times)
+        before = clock(plain, device, times)
         for name in order:
-            seconds = clocked(acts[name], device, times)
-            after = clocked(plain, device, times)
+            seconds = clock(acts[name], device, times)
+            after = clock(plain, device, times)
             if number:
                 taken[name].append((seconds, (before + after) / 2))
             before = after

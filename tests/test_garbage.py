@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from agscl.garbage import held_off
+from agscl.garbage import held_off, keep_memory
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -31,3 +31,34 @@ def test_a_process_ends_without_a_collection_and_with_its_other_last_words():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "last words True\n"), ended.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_memory_that_was_freed_is_not_asked_for_again():
+    """Each page that comes anew is a fault, and only the first time should have them."""
+    code = (
+        "import resource, sys\n"
+        "import torch\n"
+        "from agscl.garbage import keep_memory\n"
+        "if sys.argv[1] == 'kept':\n"
+        "    keep_memory()\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(3):\n"
+        "    torch.ones(2**24)\n"
+        "before = faults()\n"
+        "for _ in range(5):\n"
+        "    torch.ones(2**24)\n"
+        "print(faults() - before)\n"
+    )
+    kept, usual = (
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("kept", "usual")
+    )
+    if usual < 100:
+        pytest.skip("another allocator keeps memory here anyway")
+    assert kept < usual / 10
+
+
+def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    keep_memory()

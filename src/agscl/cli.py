@@ -598,7 +598,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from agscl import __version__
     from agscl.experiments.execute import Interrupted
-    from agscl.garbage import none_at_exit
+    from agscl.garbage import keep_memory, none_at_exit
     from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError, WrongOptions
     from agscl.tasks import DataMissing
@@ -615,6 +615,7 @@ def main(arguments: list[str] | None = None) -> int:
         "data": data,
     }
     none_at_exit()
+    keep_memory()
     given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -24,7 +24,7 @@ from agscl.experiments.execute import Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.files import as_json, update
-from agscl.garbage import none_at_exit
+from agscl.garbage import keep_memory, none_at_exit
 from agscl.methods.base import SelfCheckWarning
 from agscl.runs import Run, RunError, finished_runs, is_finished, read_result
 from agscl.runs.events import last_event
@@ -246,6 +246,7 @@ def _begin(halt: Event) -> None:
     global _halt
     _halt = halt
     none_at_exit()
+    keep_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the command decides
     parent = multiprocessing.parent_process()
     assert parent is not None
