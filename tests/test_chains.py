@@ -157,14 +157,13 @@ def test_each_pass_drops_other_nodes_drawn_by_torchs_generator(device):
     assert not torch.equal(first, second)
     assert all(torch.equal(one, other) for one, other in zip(outputs(), (first, second), strict=True))
     trunk.eval()
-    before = torch.get_rng_state()
     first, second = outputs()
     assert torch.equal(first, second)
+    drawn_so_far = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
     torch.manual_seed(5)
-    state = torch.get_rng_state()
+    before = drawn_so_far()
     outputs()
-    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where nothing is dropped"
-    torch.set_rng_state(before)
+    assert torch.equal(drawn_so_far(), before), "nothing is drawn where nothing is dropped"
 
 
 def test_the_links_of_the_papers_network_are_found_in_order():
@@ -172,12 +171,12 @@ def test_the_links_of_the_papers_network_are_found_in_order():
     found = links(trunk.conv)
     assert [len(link.others) for link in found] == [1, 3] * 3
     assert [link.size for link in found] == [1, 2] * 3
-    assert [link.share for link in found] == [0, 0.25] * 3
+    assert [link.dropped for link in found] == [0, 0.25] * 3
     assert [layer for link in found for layer in (link.layer, *link.others)] == list(trunk.conv)
     flatten, dense = links(trunk.dense)
-    assert (type(flatten), dense.share, dense.size) == (nn.Flatten, 0.5, 1)
+    assert (type(flatten), dense.dropped, dense.size) == (nn.Flatten, 0.5, 1)
     trunk.eval()
-    assert dense.share == 0
+    assert dense.dropped == 0
     x = torch.randn(2, 2048)
     assert torch.equal(dense(x), trunk.dense[1:](x))
 

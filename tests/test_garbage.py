@@ -1,7 +1,9 @@
 import contextlib
+import ctypes
 import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,5 +62,11 @@ def test_memory_that_was_freed_is_not_asked_for_again():
 
 
 def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
+    asked = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: asked.append(name) or SimpleNamespace())
     keep_memory()
+    assert asked == [None] * (sys.platform == "linux")  # and it has no such function
+    monkeypatch.setattr(sys, "platform", "win32")
+    asked.clear()
+    keep_memory()
+    assert asked == []

@@ -19,7 +19,7 @@ PIECES = 48
 """About so many pieces are made of all tensors, as torch launches them in one kernel. It gives 65 536 numbers of a
 tensor to one multiprocessor, of which a GPU has over a hundred: the paper's network for CIFAR, left whole, would keep
 a sixth of them busy."""
-WHOLE = 65_536
+LARGE = 65_536
 """Pieces that large gain nothing."""
 FOUR = 4
 """Kernels take four numbers at a time where they can, and torch's Adam rounds a weight decay otherwise where it cannot:
@@ -76,6 +76,6 @@ def _cut(size: int, first: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     alike = all(other.shape == first.shape and other.stride() == first.stride() for other in others)
     dense = first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last)
     fours = first.numel() % FOUR == 0
-    if alike and dense and fours and size < WHOLE and first.numel() > size:
+    if alike and dense and fours and size < LARGE and first.numel() > size:
         return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in each]
     return [(one,) for one in each]

@@ -17,6 +17,7 @@ from agscl.bits import PIECES, cut, joined
 from agscl.supervised.convolution import (
     COLOURS,
     MOST,
+    SHARES,
     TRITON,
     Convolved,
     laid_out,
@@ -33,8 +34,6 @@ BLOCK = 4
 """The widest block of neighbours whose numbers are compared one by one."""
 FEATURES = 1024
 """The most outputs of a dense layer that are summed up over examples at a time."""
-PARTS = 512
-"""Parts of all pixels for which the gradient of a bias is summed up by itself."""
 
 
 class Link(NamedTuple):
@@ -51,8 +50,8 @@ class Link(NamedTuple):
         return sizes[0] if sizes else 1
 
     @property
-    def share(self) -> float:
-        """Of the numbers, how many dropout sets to zero."""
+    def dropped(self) -> float:
+        """The share of numbers that dropout sets to zero."""
         return next((layer.p for layer in self.others if isinstance(layer, nn.Dropout) and layer.training), 0.0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -124,7 +123,7 @@ def chained(chain: nn.Sequential, x: Tensor, used: set[nn.Module]) -> Tensor:
     parts = links(chain)
     weights = [part.layer.weight for part in parts if isinstance(part, Link)]
     rounded = dict(zip(weights, _rounded(weights), strict=True)) if rounds(x) else {}
-    drawn = sum(part.share > 0 for part in parts if isinstance(part, Link))
+    drawn = sum(part.dropped > 0 for part in parts if isinstance(part, Link))
     seeds = torch.randint(2**62, (drawn,), device=x.device) if drawn and rounded else x.new_empty(0, dtype=torch.long)
     place = 0
     for part in parts:
@@ -137,10 +136,10 @@ def chained(chain: nn.Sequential, x: Tensor, used: set[nn.Module]) -> Tensor:
             layer: Any = Convolved if isinstance(part.layer, nn.Conv2d) else Weighed
             y = layer.apply(x.to(torch.bfloat16), part.layer.weight, rounded[part.layer.weight])
             used.add(part.layer)
-            x = Activated.apply(y, part.layer.bias, part.size, part.share, seeds, place)  # type: ignore[no-untyped-call]
+            x = Activated.apply(y, part.layer.bias, part.size, part.dropped, seeds, place)  # type: ignore[no-untyped-call]
         else:
             x = part(x)
-        place += isinstance(part, Link) and part.share > 0
+        place += isinstance(part, Link) and part.dropped > 0
     return x
 
 
@@ -182,26 +181,28 @@ class Activated(torch.autograd.Function):
     """What a link makes of what its layer gives."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, size: int, share: float, seeds: Tensor, place: int) -> Tensor:
-        z, which = activate(y, bias, size, share, seeds, place)
-        ctx.save_for_backward(which if marks(size, share) else z, which)  # no more than torch: `z` may change in place
-        ctx.size, ctx.share = size, share
+    def forward(ctx: Any, y: Tensor, bias: Tensor, size: int, dropped: float, seeds: Tensor, place: int) -> Tensor:
+        z, which = activate(y, bias, size, dropped, seeds, place)
+        ctx.save_for_backward(
+            which if marks(size, dropped) else z, which
+        )  # no more than torch: `z` may change in place
+        ctx.size, ctx.dropped = size, dropped
         return z
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         refuse_second()
         z, which = ctx.saved_tensors
-        of_y, sums = activated(gradient, z, which, ctx.size, ctx.share)
+        of_y, sums = activated(gradient, z, which, ctx.size, ctx.dropped)
         return of_y, total(sums), None, None, None, None
 
 
-def marks(size: int, share: float) -> bool:
+def marks(size: int, dropped: float) -> bool:
     """Whether `activate` tells which numbers ReLU or dropout set to zero."""
-    return size > 1 or share > 0
+    return size > 1 or dropped > 0
 
 
-def activate(y: Tensor, bias: Tensor, size: int, share: float, seeds: Tensor, place: int) -> tuple[Tensor, Tensor]:
+def activate(y: Tensor, bias: Tensor, size: int, dropped: float, seeds: Tensor, place: int) -> tuple[Tensor, Tensor]:
     """Largest of each block, bias, ReLU and dropout, by the seed at its place; and, if it `marks`, which one it was.
 
     That is its place in the block, or the one behind the last where ReLU or dropout set it to zero.
@@ -209,40 +210,40 @@ def activate(y: Tensor, bias: Tensor, size: int, share: float, seeds: Tensor, pl
     y = _laid_out(y)
     z = y[:, :, ::size, ::size] if size > 1 else y
     z = torch.empty_like(z, memory_format=torch.channels_last if z.dim() == 4 else torch.contiguous_format)
-    which = torch.empty_like(z, dtype=torch.uint8) if marks(size, share) else z.new_empty(0, dtype=torch.uint8)
+    which = torch.empty_like(z, dtype=torch.uint8) if marks(size, dropped) else z.new_empty(0, dtype=torch.uint8)
     if y.is_cuda:
         from agscl.supervised import kernels
 
-        kernels.activate(y, bias, seeds, z, which, size=size, share=share, place=place)
+        kernels.activate(y, bias, seeds, z, which, size=size, dropped=dropped, place=place)
         return z, which
     largest, places = largest_of_blocks(y, size) if size > 1 else (y, torch.zeros_like(y, dtype=torch.uint8))
     largest = largest.float() + bias.view(-1, *[1] * (y.dim() - 2))
     dead = largest <= 0  # NaN is not
-    if share:
+    if dropped:
         draws = torch.rand(z.shape, generator=torch.Generator().manual_seed(int(seeds[place])))
-        dead |= (draws < share) & ~largest.isnan()
-    if marks(size, share):
+        dead |= (draws < dropped) & ~largest.isnan()
+    if marks(size, dropped):
         which.copy_(torch.where(dead, size * size, places))
-    return z.copy_(torch.where(dead, 0, largest / (1 - share))), which
+    return z.copy_(torch.where(dead, 0, largest / (1 - dropped))), which
 
 
-def activated(gradient: Tensor, z: Tensor, which: Tensor, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """Of `activate`, which gave `z` and `which`, the gradient of `y`; and (parts, channels), of the bias.
+def activated(gradient: Tensor, z: Tensor, which: Tensor, size: int, dropped: float) -> tuple[Tensor, Tensor]:
+    """Of `activate`, which gave `z` and `which`, the gradient of `y`; and (shares, channels), of the bias.
 
     If it `marks`, all that matters of `z` is its shape.
     """
     gradient = _laid_out(gradient)
-    sums = z.new_empty((min(PARTS, z.numel() // z.shape[1]), z.shape[1]), dtype=torch.float32)
+    sums = z.new_empty((min(SHARES, z.numel() // z.shape[1]), z.shape[1]), dtype=torch.float32)
     if z.is_cuda:
         from agscl.supervised import kernels
 
         sides = [size * side for side in z.shape[2:]]
         layout = torch.channels_last if sides else torch.contiguous_format
         of_y = torch.empty((*z.shape[:2], *sides), dtype=gradient.dtype, device=z.device, memory_format=layout)
-        kernels.activated(gradient, z, which, of_y, sums, size=size, share=share)
+        kernels.activated(gradient, z, which, of_y, sums, size=size, dropped=dropped)
         return of_y, sums
-    dead = which == size * size if marks(size, share) else z <= 0
-    gradient = torch.where(dead, 0, gradient.float() / (1 - share)).to(gradient.dtype)
+    dead = which == size * size if marks(size, dropped) else z <= 0
+    gradient = torch.where(dead, 0, gradient.float() / (1 - dropped)).to(gradient.dtype)
     sums.zero_()[0] = gradient.float().sum([side for side in range(z.dim()) if side != 1])
     return spread_over_blocks(gradient, which, size) if size > 1 else gradient, sums
 

@@ -66,8 +66,9 @@ class Compiled:
         self.device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         on_gpu = self.device.type == "cuda"
         self.ours = chains_of(module) if rearranged and rounded and covers(module) and (TRITON or not on_gpu) else []
+        self.layers = {link.layer for link in links_of(module)} if self.ours else set()
+        self.used: set[nn.Module] = set()  # those that have had kernels of ours
         self.tried = not on_gpu  # whether Triton can compile
-        self.used: set[nn.Module] | None = None  # layers with kernels of ours, once it was in use
         self.waking: Thread | None = None
         if not self.ours:
             self._use_torch()
@@ -100,7 +101,7 @@ class Compiled:
         if self.ours:
             with self._chained():
                 yield
-            if self.used != {link.layer for link in links_of(self.module)}:
+            if self.used != self.layers:
                 self._use_torch()
             return
         other = {part: MethodType(as_product, part) for part in self.narrow if compiled and _as_made(part)}
@@ -126,7 +127,6 @@ class Compiled:
         if not self.tried:
             _try_triton(self.device)
             self.tried = True
-        self.used = set() if self.used is None else self.used
         chains = [chain for chain in self.ours if all(map(_as_made, chain.modules()))]
         for chain in chains:
             chain.forward = partial(chained, chain, used=self.used)  # type: ignore[method-assign]

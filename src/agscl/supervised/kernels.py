@@ -158,11 +158,11 @@ def _activate(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr,
     WIDE: tl.constexpr,
     SIZE: tl.constexpr,
-    SHARE: tl.constexpr,
+    DROPPED: tl.constexpr,
     PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Largest of a block, bias, ReLU and dropout of a `SHARE`; `PIXELS` and `WIDTH` are those of `z`.
+    """Largest of a block, bias, ReLU and dropout of the share `DROPPED`; `PIXELS` and `WIDTH` are those of `z`.
 
     The number of pixels is no constant: each constant is compiled for, and there are several sizes of batches.
     """
@@ -180,11 +180,11 @@ def _activate(  # type: ignore[no-untyped-def]
             found, place = tl.where(larger, value, found), tl.where(larger, k, place)
     found += tl.load(bias + channels, mask=channels < CHANNELS, other=0.0)[None, :]
     dead = found <= 0  # NaN is not
-    if SHARE > 0:
-        dead |= (tl.rand(tl.load(seeds + PLACE), at) < SHARE) & (found == found)
-        found *= 1 / (1 - SHARE)
+    if DROPPED > 0:
+        dead |= (tl.rand(tl.load(seeds + PLACE), at) < DROPPED) & (found == found)
+        found *= 1 / (1 - DROPPED)
     found = tl.where(dead, 0.0, found)
-    if SIZE > 1 or SHARE > 0:
+    if SIZE > 1 or DROPPED > 0:
         tl.store(which + at, tl.where(dead, SIZE * SIZE, place).to(tl.uint8), mask=there)
     tl.store(z + at, found.to(tl.bfloat16), mask=there)
 
@@ -197,27 +197,27 @@ def _activated(  # type: ignore[no-untyped-def]
     of_y,
     sums,
     PIXELS,
-    PART,
+    SHARE,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDE: tl.constexpr,
     SIZE: tl.constexpr,
-    SHARE: tl.constexpr,
+    DROPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    part, channels = tl.program_id(0), tl.arange(0, WIDE)
+    share, channels = tl.program_id(0), tl.arange(0, WIDE)
     total = tl.zeros((BLOCK, WIDE), tl.float32)
-    for start in range(0, PART, BLOCK):
-        pixels = part * PART + start + tl.arange(0, BLOCK)
+    for start in range(0, SHARE, BLOCK):
+        pixels = share * SHARE + start + tl.arange(0, BLOCK)
         there = (pixels < PIXELS)[:, None] & (channels < CHANNELS)[None, :]
         at = pixels[:, None] * CHANNELS + channels[None, :]
         given = tl.load(gradient + at, mask=there, other=0.0).to(tl.float32)
-        if SIZE > 1 or SHARE > 0:
+        if SIZE > 1 or DROPPED > 0:
             place = tl.load(which + at, mask=there, other=0)
             dead = place == SIZE * SIZE
         else:
             dead = tl.load(z + at, mask=there, other=0.0) <= 0
-        given = tl.where(dead, 0.0, given * (1 / (1 - SHARE))).to(tl.bfloat16)
+        given = tl.where(dead, 0.0, given * (1 / (1 - DROPPED))).to(tl.bfloat16)
         total += given.to(tl.float32)
         if SIZE > 1:
             written = of_y + _first_of_block(pixels, WIDTH, SIZE)[:, None] * CHANNELS + channels[None, :]
@@ -226,7 +226,7 @@ def _activated(  # type: ignore[no-untyped-def]
                 tl.store(written + beside, tl.where(place == k, given, 0.0).to(tl.bfloat16), mask=there)
         else:
             tl.store(of_y + at, given, mask=there)
-    tl.store(sums + part * CHANNELS + channels, tl.sum(total, 0), mask=channels < CHANNELS)
+    tl.store(sums + share * CHANNELS + channels, tl.sum(total, 0), mask=channels < CHANNELS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -236,7 +236,7 @@ def _first_of_block(pixels, WIDTH: tl.constexpr, SIZE: tl.constexpr):  # type: i
 
 
 def activate(
-    y: Tensor, bias: Tensor, seeds: Tensor, z: Tensor, which: Tensor, *, size: int, share: float, place: int
+    y: Tensor, bias: Tensor, seeds: Tensor, z: Tensor, which: Tensor, *, size: int, dropped: float, place: int
 ) -> None:
     """Fill `z` with the largest of each block, with a bias, ReLU and dropout.
 
@@ -246,17 +246,17 @@ def activate(
     pixels, width, channels = _pixels(z)
     wide, block = _tile(channels)
     launch: Any = _activate[(-(-pixels // block),)]
-    launch(y, bias, seeds, z, which, pixels, width, channels, wide, size, share, place, block, num_warps=4)
+    launch(y, bias, seeds, z, which, pixels, width, channels, wide, size, dropped, place, block, num_warps=4)
 
 
 def activated(
-    gradient: Tensor, z: Tensor, which: Tensor, of_y: Tensor, sums: Tensor, *, size: int, share: float
+    gradient: Tensor, z: Tensor, which: Tensor, of_y: Tensor, sums: Tensor, *, size: int, dropped: float
 ) -> None:
-    """Of `activate`, the gradient of `y`, and `sums` (parts, channels), whose sum is that of the bias."""
+    """Of `activate`, the gradient of `y`, and `sums` (shares, channels), whose sum is that of the bias."""
     pixels, width, channels = _pixels(z)
     wide, block = _tile(channels)
     launch: Any = _activated[(len(sums),)]
-    sizes = (pixels, _share(pixels, len(sums), block), width, channels, wide, size, share, block)
+    sizes = (pixels, _share(pixels, len(sums), block), width, channels, wide, size, dropped, block)
     launch(gradient, z, which, of_y, sums, *sizes, num_warps=4)
 
 
