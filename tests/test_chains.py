@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import supervised
+from agscl import FineTune, MultiHead, supervised
 from agscl.networks import alexnet, cifar, eight, mlp, omniglot
-from agscl.supervised import chains, compiled, convolution
+from agscl.supervised import captured, chains, compiled, convolution, trainer
 from agscl.supervised.chains import Activated, Link, Weighed, activate, activated, chained, covers, links, links_of
 from agscl.supervised.compiled import Compiled, CompileFailed
+from agscl.tasks import Task
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 CHANNELS_LAST = {"memory_format": torch.channels_last}
@@ -430,3 +431,39 @@ print(len(one.accuracies), "torch._dynamo" in sys.modules)
 def test_a_covered_network_is_trained_without_an_import_of_torchs_compiler():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_COMPILER], capture_output=True, text=True)
     assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_what_torch_compiles_after_all_has_run_once_before_it_is_captured(monkeypatch):
+    """Within a capture nothing can be compiled. Without a GPU: a capture is noted, and is the step itself."""
+    called, captured_after = [], []
+
+    def compile(call, **options):
+        return lambda *inputs, **named: called.append(1) or call(*inputs, **named)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(
+        trainer, "Compiled", lambda trunk, rounded, **other: Compiled(trunk, rearranged=True, rounded=rounded)
+    )
+    monkeypatch.setattr(captured, "_on", lambda stream: nullcontext())
+    monkeypatch.setattr(captured.Captured, "_note_figures", lambda self: None)
+    monkeypatch.setattr(captured.Captured, "_drop_graphs", lambda self: None)
+
+    def capture(self, work):
+        captured_after.append(len(called))
+        return SimpleNamespace(replay=work)
+
+    monkeypatch.setattr(captured.Captured, "_capture", capture)
+    x, y = torch.randn(24, 8), torch.arange(24) % 3
+    model = MultiHead(OneByOne(), features=8)
+    fast = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
+    config = trainer.TrainingConfig(epochs=1, batch_size=4, patience=None, restore_best=False, **fast)
+    one = trainer.Trainer(model, FineTune(model), (Task("t", 3, x, y, None, None, x, y),), config, seed=0)
+    order = one._order
+    monkeypatch.setattr(one, "_order", lambda pin_memory: order())
+    one.advance()
+    one._captured = captured.Captured(one, one._optimizer)
+    one._captured.stream = object()
+    one._captured.run_epoch()
+    assert one._compiled.version == 1
+    assert captured_after[0] == 1, "the first step is the method's, the second ours, the third torch's, and warms up"
+    assert len(called) == 4

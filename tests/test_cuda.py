@@ -382,6 +382,33 @@ def test_every_replayed_step_of_a_chain_drops_other_nodes():
     assert len(set(trainer.losses[0])) == config.epochs
 
 
+class OneByOne(nn.Module):
+    """Calls its layers in its own way, so that torch compiles it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_network_that_turns_out_to_be_torchs_to_compile_is_captured_all_the_same():
+    model = MultiHead(OneByOne(), features=64).cuda()
+    x, y = torch.randn(96, 16), torch.randint(3, (96,))
+    fast = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
+    config = TrainingConfig(epochs=30, batch_size=32, lr=1e-2, patience=None, restore_best=False, **fast)
+    tasks = (Task("t0", 3, x, y, None, None, x, y),)
+    trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
+    assert trainer._compiled.ours
+    while trainer.advance():
+        pass
+    assert not trainer._compiled.ours
+    assert trainer.losses[0][-1] < trainer.losses[0][0]
+
+
 @pytest.mark.parametrize("size", [256, 148])
 def test_the_fast_ways_gradients_point_where_those_of_float32_do(size):
     def gradients(**options):

@@ -41,6 +41,7 @@ class Captured:
         self.graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
         self.warm: set[int | str] = set()
         self.method_version = trainer.method.version
+        self.compiled_version = self._compiled_version()
         self.order = torch.zeros(trainer.examples, dtype=torch.long, device=device)
         self.places = torch.arange(config.batch_size, device=device)
         self.at = torch.tensor(trainer.step * config.batch_size, device=device)
@@ -64,8 +65,9 @@ class Captured:
         for start in range(trainer.step * size, count, size):
             width = min(size, count - start)
             self._launch(width, lambda width=width: self._step(width))  # type: ignore[misc]
-            if not trainer._met:  # a method may look the network over at the first step; that one warms nothing up
-                trainer._met, self.warm = True, set()
+            # A method may look the network over at the first step, and nothing may be compiled during a capture.
+            if not trainer._met or self._compiled_version() != self.compiled_version:
+                trainer._met, self.warm, self.compiled_version = True, set(), self._compiled_version()
             trainer.step += 1
         sizes = {min(size, count), count % size or size}
         if trainer.method.same_every_epoch:
@@ -83,6 +85,9 @@ class Captured:
         if trainer.epoch == trainer.config.drop_at:
             self.rate.div_(trainer.config.factor)
         self.tell(AHEAD)
+
+    def _compiled_version(self) -> int:
+        return self.trainer._compiled.version if self.trainer._compiled else 0
 
     def tell(self, behind: int = 0) -> None:
         """Report the epochs that were launched, but for the last `behind`; waits for those it reports."""

@@ -69,6 +69,7 @@ class Compiled:
         self.layers = {link.layer for link in links_of(module)} if self.ours else set()
         self.used: set[nn.Module] = set()  # those that have had kernels of ours
         self.tried = not on_gpu  # whether Triton can compile
+        self.version = 0  # counts how often it was compiled in another way
         self.waking: Thread | None = None
         if not self.ours:
             self._use_torch()
@@ -103,6 +104,7 @@ class Compiled:
                 yield
             if self.used != self.layers:
                 self._use_torch()
+                self.version += 1
             return
         other = {part: MethodType(as_product, part) for part in self.narrow if compiled and _as_made(part)}
         other |= {part: MethodType(convolved, part) for part in self.suited if _as_made(part)}
