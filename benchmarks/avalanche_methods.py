@@ -18,8 +18,8 @@ import torch
 from timing import clocked, compared, in_epochs, take_turns
 from torch import Tensor, nn
 
-from agscl.garbage import keep_memory
 from agscl.networks.cifar import CifarTrunk
+from agscl.system.process import keep_memory
 
 _operators = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):  # torchvision asks for them at import, and its wheel for CUDA cannot bring them on a CPU

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from measured import record
 
-from agscl import cli
+from agscl.cli import main as cli
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from agscl import tasks
 from agscl.experiments.compare import spread
 from agscl.experiments.execute import execute, make_trainer
 from agscl.experiments.presets import configure
-from agscl.garbage import keep_memory, none_at_exit
 from agscl.runs import Run
+from agscl.system.process import keep_memory, none_at_exit
 
 PRESET = "tinyimagenet32"
 SETTINGS = {"lam": 10_000.0}

@@ -20,7 +20,7 @@ from measured import record
 from agscl import MultiHead, NodeGraph
 from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast
 from agscl.experiments.methods import METHODS
-from agscl.methods.base import Method, NodeMethod
+from agscl.methods._parts.lifecycle import Method, NodeMethod
 from agscl.networks import NETWORKS
 
 TASKS = {  # as many as the paper's sequence has; digits has 5 for mlp

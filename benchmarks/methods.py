@@ -39,9 +39,9 @@ from torch import Tensor
 
 from agscl import AGSCL, MultiHead
 from agscl.experiments.methods import METHODS
-from agscl.garbage import keep_memory
-from agscl.methods.base import Method, NodeMethod, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method, NodeMethod, SelfCheckWarning
 from agscl.networks.cifar import CifarTrunk
+from agscl.system.process import keep_memory
 
 PLAIN = "plain"
 SMALL = 16  # the small batch

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import MultiHead
-from agscl.methods.base import Method
+from agscl.methods._parts.lifecycle import Method
 
 
 def mlp(width: int = 32, inputs: int = 16) -> nn.Sequential:

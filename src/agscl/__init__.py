@@ -1,6 +1,7 @@
 """agscl: continual learning you can verify."""
 
 from agscl.certificate import Certificate
+from agscl.graph.nodes import NodeGraph
 from agscl.heads import MultiHead
 from agscl.methods.agscl import AGSCL
 from agscl.methods.ewc import EWC
@@ -15,7 +16,6 @@ from agscl.methods.packnet import PackNet
 from agscl.methods.rwalk import RWalk
 from agscl.methods.si import SI
 from agscl.methods.together import Together
-from agscl.nodes import NodeGraph
 
 __all__ = [
     "AGSCL",

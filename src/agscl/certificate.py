@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agscl.arithmetic import tf32_allowed
-from agscl.files import write_atomically
+from agscl.system.files import write_atomically
+from agscl.system.tf32 import tf32_allowed
 
 __all__ = ["NEVER", "Certificate", "Finding", "Layout", "Probe", "Verdict", "digest", "group_digests", "verify"]
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from agscl.certificate import verify
 from agscl.heads import MultiHead
-from agscl.methods.base import Method, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods.finetune import FineTune
 from agscl.tasks import Task, load
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import agscl
-from agscl.methods.base import Method
+from agscl.methods._parts.lifecycle import Method
 
 METHODS: dict[str, type[Method]] = {
     name: getattr(agscl, name)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from settings import IDLE, METHODS, settings_of
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
-from agscl.methods.base import Method
+from agscl.methods._parts.lifecycle import Method
 from agscl.testing import CHECKS, ContractBroken, check_method
 from loops import blobs, mlp
 

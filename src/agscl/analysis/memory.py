@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from agscl.methods.batchnorm import norms_with_statistics
+from agscl.graph.nodes import NodeGraph
+from agscl.graph.probing import LAYERS, undisturbed
+from agscl.methods._parts.batchnorm import norms_with_statistics
 from agscl.methods.gpm import CHUNK, COLUMNS, GPMConfig
-from agscl.nodes import NodeGraph
-from agscl.probing import LAYERS, undisturbed
 
 __all__ = ["COMMON", "FORECASTS", "WEIGHT_WISE", "Memory", "Outline", "forecast"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agscl.nodes import NodeGraph
+from agscl.graph.nodes import NodeGraph
 
 STEPS = 50
 """In how many steps all nodes are taken away."""

@@ -23,12 +23,12 @@ from agscl.analysis import metrics
 from agscl.experiments.execute import Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
-from agscl.files import as_json, update
-from agscl.garbage import keep_memory, none_at_exit
-from agscl.methods.base import SelfCheckWarning
+from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.runs import Run, RunError, finished_runs, is_finished, read_result
 from agscl.runs.events import last_event
 from agscl.runs.folder import DIVERGED, read_json
+from agscl.system.files import as_json, update
+from agscl.system.process import keep_memory, none_at_exit
 from agscl.tasks import DataMissing
 
 MEASURES = ("average_accuracy", "plasticity", "stability", "forgetting")

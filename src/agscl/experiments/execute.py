@@ -15,20 +15,20 @@ from torch import Tensor
 
 from agscl import tasks
 from agscl.analysis import metrics
-from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.heads import MultiHead
-from agscl.methods.base import Method, NodeMethod
+from agscl.methods._parts.lifecycle import Method, NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
 from agscl.runs import DifferentConfig, Run, RunError, WrongOptions, digest
 from agscl.runs.folder import DIVERGED, read_json
-from agscl.supervised import CompileFailed, Trainer, TrainingFailed
-from agscl.supervised.trainer import Event, mixed_seed
+from agscl.system.tf32 import arithmetic
 from agscl.tasks import TaskSequence
+from agscl.training import CompileFailed, Trainer, TrainingFailed
+from agscl.training.trainer import Event, mixed_seed
 
 SPACING = 20.0
 """A checkpoint comes no sooner than so many times what the last one took to write: a twentieth of the time at most."""

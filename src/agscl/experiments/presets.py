@@ -12,7 +12,7 @@ import torch
 from agscl.experiments.methods import METHODS, listed
 from agscl.methods.agscl import AGSCL
 from agscl.runs import RunError
-from agscl.supervised import TrainingConfig
+from agscl.training import TrainingConfig
 
 Options = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl.heads import MultiHead
-from agscl.supervised import Trainer
+from agscl.training import Trainer
 
 __all__ = ["Joint", "Separate", "all_heads"]
 

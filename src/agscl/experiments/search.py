@@ -13,8 +13,8 @@ from agscl.experiments.compare import Job
 from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
-from agscl.files import as_json, update
 from agscl.runs import RunError, finished_runs, read_result
+from agscl.system.files import as_json, update
 
 SEED = 1000
 """The first seed of a search. No comparison uses it, so that what was chosen on it is then tried on others."""

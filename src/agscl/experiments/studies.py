@@ -14,19 +14,19 @@ import torch
 
 from agscl.analysis import metrics
 from agscl.analysis.perturbation import Perturbation, layer_by_layer, perturb
-from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate
 from agscl.experiments.compare import MEASURES, Job, measures, spread
 from agscl.experiments.execute import check_finished, load_tasks, make_trainer
 from agscl.experiments.methods import METHODS, REFERENCE, listed
 from agscl.experiments.presets import RunConfig, configure
 from agscl.experiments.search import FACTORS
-from agscl.files import as_json, update
 from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, finished_runs, read_result
 from agscl.runs.folder import read_json
-from agscl.supervised import Trainer
-from agscl.supervised.trainer import mixed_seed
+from agscl.system.files import as_json, update
+from agscl.system.tf32 import arithmetic
+from agscl.training import Trainer
+from agscl.training.trainer import mixed_seed
 
 FORMS: dict[str, dict[str, Any]] = {
     "AGS-CL": {},

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agscl.arithmetic import arithmetic
 from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig, check_device
 from agscl.runs import Run, RunError, is_finished
-from agscl.supervised.trainer import placed
+from agscl.system.tf32 import arithmetic
+from agscl.training.trainer import placed
 
 
 def certificates_of(folder: Path) -> list[Path]:

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.bits import as_bits, keep
 from agscl.certificate import NEVER
-from agscl.importance import mean_activations
-from agscl.methods.base import Forward, NodeMethod
-from agscl.methods.batchnorm import FrozenStatistics, KeptStatistics, settle_statistics
-from agscl.methods.fresh import choose, refresh
-from agscl.methods.ledger import Ledger
-from agscl.nodes import LaidRows, Rows
-from agscl.probing import undisturbed
-from agscl.proximal import gradients, group_norms, pull, shrink
+from agscl.graph.nodes import LaidRows, Rows
+from agscl.graph.probing import undisturbed
+from agscl.methods._parts.batchnorm import FrozenStatistics, KeptStatistics, settle_statistics
+from agscl.methods._parts.importance import mean_activations
+from agscl.methods._parts.ledger import Ledger
+from agscl.methods._parts.lifecycle import Forward, NodeMethod
+from agscl.methods._parts.proximal import gradients, group_norms, pull, shrink
+from agscl.methods._parts.reinit import choose, refresh
+from agscl.system.bitwise import as_bits, keep
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from agscl.importance import count_samples, mean_gradients
-from agscl.methods.base import Forward
-from agscl.methods.weightwise import WeightConfig, WeightMethod
+from agscl.methods._parts.importance import count_samples, mean_gradients
+from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.penalties import WeightConfig, WeightMethod
 
 __all__ = ["EWC", "EWCConfig"]
 

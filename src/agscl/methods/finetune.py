@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agscl.methods.base import Method
+from agscl.methods._parts.lifecycle import Method
 
 __all__ = ["FineTune"]
 

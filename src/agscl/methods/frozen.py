@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agscl.methods.still import StillMethod
+from agscl.methods._parts.frozen_parts import StillMethod
 
 __all__ = ["Frozen"]
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.methods.base import Forward
-from agscl.methods.still import StillMethod
-from agscl.probing import LAYERS, undisturbed
+from agscl.graph.probing import LAYERS, undisturbed
+from agscl.methods._parts.frozen_parts import StillMethod
+from agscl.methods._parts.lifecycle import Forward
 
 __all__ = ["GPM", "GPMConfig"]
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods.base import Forward, NodeMethod
-from agscl.methods.batchnorm import KeptStatistics
+from agscl.methods._parts.batchnorm import KeptStatistics
+from agscl.methods._parts.lifecycle import Forward, NodeMethod
 
 __all__ = ["HAT", "HATConfig"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from agscl.methods.weightwise import WeightConfig, WeightMethod
+from agscl.methods._parts.penalties import WeightConfig, WeightMethod
 
 __all__ = ["L2", "L2Config"]
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from agscl.heads import MultiHead
-from agscl.methods.base import Forward, Method
+from agscl.methods._parts.lifecycle import Forward, Method
 
 __all__ = ["LwF", "LwFConfig"]
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.importance import mean_gradients
-from agscl.methods.base import Forward
-from agscl.methods.weightwise import WeightConfig, WeightMethod
+from agscl.methods._parts.importance import mean_gradients
+from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.penalties import WeightConfig, WeightMethod
 
 __all__ = ["MAS", "MASConfig"]
 

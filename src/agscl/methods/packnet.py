@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods.base import Forward
-from agscl.methods.still import StillMethod
+from agscl.methods._parts.frozen_parts import StillMethod
+from agscl.methods._parts.lifecycle import Forward
 
 __all__ = ["PackNet", "PackNetConfig"]
 

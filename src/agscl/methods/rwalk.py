@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.methods.base import Forward
-from agscl.methods.weightwise import PathMethod, WeightConfig
+from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.penalties import PathMethod, WeightConfig
 
 __all__ = ["RWalk", "RWalkConfig"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from agscl.methods.base import Forward, Method
-from agscl.methods.weightwise import WeightMethod
+from agscl.methods._parts.lifecycle import Forward, Method
+from agscl.methods._parts.penalties import WeightMethod
 
 __all__ = ["Together"]
 

@@ -57,7 +57,7 @@ def find(weights: str | Path, known: Mapping[str, Download]) -> Path:
 
 
 def _official(download: Download) -> Path:
-    from agscl.tasks.download import Remote, matches
+    from agscl.data.download import Remote, matches
 
     path = _place(download.file)
     if not path.is_file():
@@ -82,7 +82,7 @@ def _place(file: str) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from agscl.tasks.download import endpoint
+    from agscl.data.download import endpoint
 
     parts = HUB_NAME.fullmatch(name)
     if parts is None:
@@ -113,7 +113,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
 
 def _told_by_hub(url: str) -> Download | None:
     """The content's checksum and size, which the hub tells as it redirects to where the content is."""
-    from agscl.tasks.download import TIMEOUT
+    from agscl.data.download import TIMEOUT
 
     opener = urllib.request.build_opener(_Stay)
     for _ in range(5):
@@ -143,8 +143,8 @@ def fetch(download: Download, path: Path) -> None:
     gets the name."""
     from filelock import FileLock  # torch needs it too
 
-    from agscl.tasks.download import DownloadFailed, Remote
-    from agscl.tasks.download import fetch as transfer
+    from agscl.data.download import DownloadFailed, Remote
+    from agscl.data.download import fetch as transfer
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

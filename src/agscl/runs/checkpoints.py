@@ -16,7 +16,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from agscl.files import write_atomically
+from agscl.system.files import write_atomically
 
 FORMAT = 1
 OWN = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")

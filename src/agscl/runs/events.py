@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agscl.files import as_json
+from agscl.system.files import as_json
 
 TAIL = 2**16
 """Bytes at the end of a log that hold its last event for certain."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from agscl.files import as_json, flush_folder, take, write_atomically
 from agscl.runs.checkpoints import Checkpoints, NotReadable
 from agscl.runs.events import EventLog
+from agscl.system.files import as_json, flush_folder, take, write_atomically
 
 
 class RunError(Exception):

@@ -8,10 +8,11 @@ from importlib import import_module
 from inspect import signature
 from numbers import Integral, Real
 
-from agscl.tasks.catalogue import need
+from agscl.data.catalogue import need
+from agscl.data.examples import DataMissing
 from agscl.tasks.eight import EIGHT, FIVE
 from agscl.tasks.own import from_folder, from_hub, from_tensors
-from agscl.tasks.task import DataMissing, Task, TaskSequence
+from agscl.tasks.task import Task, TaskSequence
 
 __all__ = [
     "SEQUENCES",
@@ -35,7 +36,7 @@ class Listed:
     loader: str
     """module:function"""
     datasets: tuple[str, ...] = ()
-    """What it is made of, by the names of agscl.tasks.catalogue."""
+    """What it is made of, by the names of agscl.data.catalogue."""
 
 
 SEQUENCES: dict[str, Listed] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from agscl.tasks.catalogue import examples
-from agscl.tasks.images import Form
+from agscl.data.catalogue import examples
+from agscl.data.images import Form
 from agscl.tasks.task import Task, TaskSequence, cut
 
 VALIDATION = 0.1

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from agscl.tasks.catalogue import DATASETS, labels, source
-from agscl.tasks.images import Form, Shards, Source, decoded, shapes
-from agscl.tasks.task import Array, Task, TaskSequence
+from agscl.data.catalogue import DATASETS, labels, source
+from agscl.data.examples import Array
+from agscl.data.images import Form, Shards, Source, decoded, shapes
+from agscl.tasks.task import Task, TaskSequence
 
 CROP = 224
 KEPT = Form(320)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from agscl.data.cache import cached
+from agscl.data.catalogue import source
+from agscl.data.examples import Array, DataMissing
+from agscl.data.images import Form, Shards, Source, decoded, in_order
+from agscl.data.progress import Bar
 from agscl.heads import task_names
-from agscl.tasks.cache import cached
-from agscl.tasks.catalogue import source
-from agscl.tasks.images import Form, Shards, Source, decoded, in_order
-from agscl.tasks.progress import Bar
-from agscl.tasks.task import Array, DataMissing, Task, TaskSequence
+from agscl.tasks.task import Task, TaskSequence
 
 DEGREES = 30.0
 SHIFT = 0.1

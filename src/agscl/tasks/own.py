@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agscl.data.catalogue import folders, named
+from agscl.data.download import DownloadFailed, Remote, get, held, is_whole, on_the_hub
+from agscl.data.examples import Array, DataMissing, Examples
+from agscl.data.images import LABEL_COLUMNS, Folder, Form, Shards, Source, decoded, find, in_order, shapes
 from agscl.heads import task_names
-from agscl.tasks.catalogue import folders, named
-from agscl.tasks.download import DownloadFailed, Remote, get, held, is_whole, on_the_hub
-from agscl.tasks.images import LABEL_COLUMNS, Folder, Form, Shards, Source, decoded, find, in_order, shapes
-from agscl.tasks.task import Array, DataMissing, Examples, TaskSequence, cut
+from agscl.tasks.task import TaskSequence, cut
 
 TRAIN_SPLITS = ("train", "training")
 TEST_SPLITS = ("test", "testing", "validation", "valid", "val")

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from agscl.data.examples import Array, Examples
 from agscl.tasks.crop import random_resized_crop
-
-
-class DataMissing(Exception):
-    """Data is not there or cannot be read; the message says where it was looked for and what to do."""
 
 
 @dataclass(frozen=True)
@@ -141,20 +138,6 @@ class Task:
 
 
 TaskSequence = tuple[Task, ...]
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Inputs and labels, memory-mapped or not, before they are cut into tasks."""
-
-    x: Array | Tensor
-    y: Array
-    """(examples,) integers."""
-
-    def rows_of(self, classes: Sequence[int]) -> Array:
-        return np.flatnonzero(np.isin(self.y, classes))
 
 
 def cut(

@@ -1,0 +1,1 @@
+"""Where pictures come from: the catalogue, downloads, the cache, decoding, data of your own."""

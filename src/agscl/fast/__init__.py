@@ -1,0 +1,1 @@
+"""Faster ways to train, all optional: CUDA graphs, compiled trunks, kernels."""

@@ -1,0 +1,1 @@
+"""What methods share: the life cycle, optimizer hooks, penalties, proximal steps, importances, BatchNorm."""

@@ -1,0 +1,6 @@
+"""Supervised task sequences: the paper's training loop."""
+
+from agscl.fast.compiled import CompileFailed
+from agscl.training.trainer import Trainer, TrainingConfig, TrainingFailed
+
+__all__ = ["CompileFailed", "Trainer", "TrainingConfig", "TrainingFailed"]

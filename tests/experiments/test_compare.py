@@ -1,0 +1,356 @@
+import io
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agscl.analysis import metrics
+from agscl.cli import main as cli
+from agscl.cli import terminal
+from agscl.cli.main import main
+from agscl.experiments import compare
+from agscl.experiments.compare import spread
+from agscl.experiments.execute import Interrupted, comparable, execute
+from agscl.experiments.methods import METHODS
+from agscl.experiments.presets import configure
+from agscl.runs import Run
+
+SMALL = ["compare", "digits", "--methods", "l2,si", "--seeds", "2", "--name", "small"]
+SMALL += ["--epochs", "1", "--batch-size", "64", "--checkpoint-every", "0.1", "--jobs"]
+SMALL, ONE_AT_A_TIME = [*SMALL, "2"], [*SMALL, "1"]
+
+
+def start(folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agscl.cli.main", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=200)
+    return process.returncode, output
+
+
+def results(folder: Path) -> dict[str, dict]:
+    paths = (folder / "runs" / "small").glob("*/result.json")
+    return {path.parent.name: comparable(json.loads(path.read_text())) for path in paths}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A small comparison that was never stopped, and what it printed."""
+    folder = tmp_path_factory.mktemp("compared")
+    code, output = finish(start(folder, SMALL))
+    assert code == 0, output
+    return folder, output
+
+
+def test_every_method_and_seed_is_a_run_of_its_own_and_fine_tuning_is_trained_once_per_seed(compared):
+    folder, _ = compared
+    found = results(folder)
+    assert sorted(found) == sorted(f"{name}-seed{seed}" for name in ("si", "l2", "finetune") for seed in (0, 1))
+    assert all(list(result["methods"]) == [name.split("-")[0]] for name, result in found.items())
+
+
+def test_the_table_has_the_papers_order_mean_and_deviation_and_fits_80_columns(compared):
+    folder, output = compared
+    table = output[output.index("Mean ± standard deviation over 2 seeds") :].splitlines()
+    assert [line.split("  ")[0] for line in table[2:5]] == ["SI", "L2", "fine-tuning"]
+    values = [100 * results(folder)[f"l2-seed{seed}"]["methods"]["l2"]["average_accuracy"] for seed in (0, 1)]
+    assert f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}" in table[3]
+    assert max(map(len, table)) <= 80
+
+
+def test_the_comparison_is_stored_with_plasticity_against_the_fine_tuning_of_the_same_seed(compared):
+    folder, _ = compared
+    stored = json.loads((folder / "runs/small/comparison.json").read_text())["methods"]
+    assert list(stored) == ["si", "l2", "finetune"]
+    found = results(folder)
+    for seed in (0, 1):
+        accuracies = found[f"l2-seed{seed}"]["methods"]["l2"]["accuracies"]
+        reference = found[f"finetune-seed{seed}"]["methods"]["finetune"]["accuracies"]
+        assert stored["l2"]["plasticity"]["values"][seed] == metrics.plasticity(accuracies, reference)
+    assert stored["finetune"]["plasticity"]["values"] == [1.0, 1.0]
+
+
+def test_a_run_of_a_comparison_has_the_same_bits_as_the_run_command_gives(compared, tmp_path):
+    folder, _ = compared
+    config = configure("digits", method="l2", seed=1, epochs=1, batch_size=64)
+    with Run(tmp_path / "run") as run:
+        alone = execute(config, run, checkpoint_every=1e9, threads=1)
+    mine = json.loads(json.dumps(alone["methods"]["l2"]))
+    theirs = results(folder)["l2-seed1"]["methods"]["l2"]
+    assert mine["weights_sha256"] == theirs["weights_sha256"]
+    assert mine["accuracies"] == theirs["accuracies"]
+
+
+def test_the_same_command_repeats_no_finished_run(compared, monkeypatch, capsys):
+    folder, _ = compared
+    monkeypatch.chdir(folder)
+    logs = sorted(Path("runs/small").glob("*/events.jsonl"))
+    before = [(path, path.stat().st_mtime_ns) for path in logs]
+    assert main(SMALL) == 0
+    assert "6 of 6 runs in runs/small are finished already" in capsys.readouterr().out
+    assert [(path, path.stat().st_mtime_ns) for path in logs] == before
+
+
+def test_another_configuration_under_the_same_name_is_refused(compared, monkeypatch, capsys):
+    monkeypatch.chdir(compared[0])
+    assert main([*SMALL, "--lr", "0.5"]) == 2
+    assert "training.lr is" in capsys.readouterr().err
+
+
+def start_training(folder: Path) -> subprocess.Popen[str]:
+    """Start or continue the comparison and wait until a run of it stores a checkpoint."""
+
+    def checkpoints() -> set[Path]:
+        return set((folder / "runs/small").glob("*/checkpoints/*.json"))
+
+    before = checkpoints()
+    process = start(folder, ONE_AT_A_TIME)
+    while checkpoints() <= before and process.poll() is None:
+        time.sleep(0.005)
+    return process
+
+
+def test_killed_then_interrupted_then_started_again_every_run_ends_with_the_same_bits(compared, tmp_path):
+    process = start_training(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    assert finish(process)[0] == -signal.SIGKILL
+
+    process = start_training(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "The same command continues" in output
+    assert "Traceback" not in output
+    assert len(results(tmp_path)) < 6
+
+    code, output = finish(start(tmp_path, ONE_AT_A_TIME))
+    assert code == 0, output
+    assert results(tmp_path) == results(compared[0])
+
+
+def test_whatever_ends_a_comparison_ends_its_runs_too(tmp_path):
+    plan = compare.plan("digits", ["l2"], 2, tmp_path, epochs=100_000)
+
+    def watch(running):
+        if any(job.progress for job in running):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        compare.run_all(plan, processes=1, checkpoint_every=1e9, watch=watch)
+    assert not any(job.finished for job in plan)
+    assert (plan[0].folder / "checkpoints" / "000001.json").exists(), "and it was stored where it stood"
+
+
+def test_a_comparison_asked_to_stop_before_it_began_trains_nothing(tmp_path):
+    plan = compare.plan("digits", ["l2"], 1, tmp_path)
+    with pytest.raises(Interrupted):
+        compare.run_all(plan, processes=2, checkpoint_every=1e9, stop=lambda: True)
+    assert not any(job.finished for job in plan)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
+def test_workers_are_born_deaf_to_ctrl_c():
+    class Pool:
+        def submit(self, *work):
+            return frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    (blocked,) = compare._submitted(Pool(), ["job"], 1.0)
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan = compare.plan("digits", ["l2"], 1, Path("runs/small"))
+    with cli._held(plan):
+        assert main(["compare", "digits", "--methods", "l2", "--seeds", "1", "--name", "small"]) == 2
+    assert "another command is at work on runs/small" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_leaves_the_others_alone_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(compared[0])
+    monkeypatch.setattr(compare, "_halt", threading.Event(), raising=False)
+    broken = compare.Job(configure("digits", method="l2", epochs=1, lr=1e30, reference=False), tmp_path / "broken")
+    ended = compare._work(broken, 1e9)
+    assert "l2: the loss or a weight became infinite or NaN in task 1" in ended.failed
+
+    monkeypatch.setattr(compare, "run_all", lambda jobs, **options: options["ended"](broken, ended))
+    assert main(SMALL) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED L2, seed 0: l2: the loss" in shown
+    assert "fine-tuning" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "agscl,nosuch"], "no method is called 'nosuch'. There are: agscl"),
+        (["--seeds", "0"], "must be at least 1"),
+        (["--jobs", "0"], "must be at least 1"),
+        (["--name", "../elsewhere"], "plain folder name"),
+        (["--epochs", "0"], "epochs must be at least 1"),
+    ],
+)
+def test_a_users_mistake_in_a_comparison_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(tmp_path, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=written, force_terminal=True, width=80))
+    plan = compare.plan("digits", ["l2"], 1, tmp_path)
+    (tmp_path / "l2-seed0").mkdir()
+    (tmp_path / "l2-seed0" / "events.jsonl").write_text('{"progress": 0.5}\n{"progress": 0.7')
+    with terminal.Comparing(plan) as progress:
+        progress.show(plan)
+        progress.ended(plan[1], "average accuracy 90.0 %")
+        progress.show(plan[:1])
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+    lines = shown.replace("\r", "\n").splitlines()
+    bars = [line for line in lines if line.startswith(("all", "L2"))]
+    assert any("75 %" in line and "1 of 2 runs" in line for line in bars)
+    assert any(line.startswith("L2, seed 0") and "50 %" in line for line in bars)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_deviation_needs_two_values():
+    assert spread([0.5, 0.7]) == {
+        "mean": pytest.approx(0.6),
+        "deviation": pytest.approx(statistics.stdev([0.5, 0.7])),
+        "values": [0.5, 0.7],
+    }
+    assert spread([0.5])["deviation"] is None
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatch, capsys):
+    service = tmp_path / "nvidia-cuda-mps-control"
+    service.write_text("#!/bin/sh\n")
+    service.chmod(0o755)
+    if on:
+        (tmp_path / "control").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(compare, "run_all", lambda plan, **more: None)
+    for device, seeds in (("cuda", 2), ("cpu", 2), ("cuda", 1)):
+        plan = compare.plan("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
+        plan = [replace(job, config=replace(job.config, device=device)) for job in plan]
+        cli._side_by_side(plan, jobs=2, checkpoint_every=60.0)
+        told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
+        assert told == (not on and device == "cuda" and seeds == 2)
+
+
+def test_a_stop_that_comes_while_the_last_run_ends_is_heard(tmp_path):
+    plan = compare.plan("digits", [], 1, tmp_path, epochs=1)
+    done: list[object] = []
+    with pytest.raises(Interrupted):
+        compare.run_all(
+            plan,
+            processes=1,
+            checkpoint_every=1e9,
+            stop=lambda: len(done) > 1,
+            ended=lambda job, how: done.append(job),
+            watch=lambda running: done.append(None) if done else None,  # the last look, after the last end
+        )
+    assert plan[0].finished
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "_work", _sleep)
+    begun = time.monotonic()
+
+    def stop() -> bool:
+        if time.monotonic() - begun > 8:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        compare.run_all(compare.plan("digits", [], 1, tmp_path), processes=1, checkpoint_every=1e9, stop=stop)
+    assert time.monotonic() - begun < 40
+
+
+def _sleep(job: compare.Job, checkpoint_every: float) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("words", "methods", "seeds"),
+    [
+        (["cifar100"], ["agscl", "ewc", "mas", "si", "rwalk", "hat"], 5),
+        (["cub200"], ["agscl", "ewc", "mas", "si", "rwalk"], 5),
+        (["eight", "--seeds", "2"], ["agscl", "ewc", "mas"], 2),
+        (["digits"], list(METHODS), 3),
+        (["cifar100", "--methods", "all"], list(METHODS), 5),
+        (["cifar100", "--methods", "gpm,si"], ["gpm", "si"], 5),
+    ],
+)
+def test_unless_told_a_comparison_is_the_table_of_its_preset(words, methods, seeds, monkeypatch):
+    asked = []
+
+    def plan(preset, names, count, *_, **__):
+        asked.extend([preset, sorted(names), count])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(compare, "plan", plan)
+    assert main(["compare", *words]) == 2
+    assert asked == [words[0], sorted(methods), seeds]
+
+
+def test_a_smaller_request_takes_nothing_from_what_is_stored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["compare", "digits", "--epochs", "1", "--name", "c", "--jobs", "1", "--methods"]
+    assert main([*asked, "l2,frozen", "--seeds", "2"]) == 0
+    stored = Path("runs/c/comparison.json")
+    before = json.loads(stored.read_text())
+    assert {name: row["seeds"] for name, row in before["methods"].items()} == {
+        "l2": [0, 1],
+        "frozen": [0, 1],
+        "finetune": [0, 1],
+    }
+    Path("runs/c/older").mkdir()
+    Path("runs/c/older/result.json").write_text("{}")
+    assert main([*asked, "l2", "--seeds", "1"]) == 0
+    assert json.loads(stored.read_text()) == before
+    assert main(["run", "digits", "--epochs", "1", "--name", "c"]) == 2
+    assert json.loads(stored.read_text()) == before
+
+
+def test_runs_on_other_pictures_are_not_put_together(tmp_path, monkeypatch, capsys):
+    def draw(seed):
+        for label, number in itertools.product(range(4), range(6)):
+            path = tmp_path / "own" / f"class{label}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pictures.encoded(pictures.pixels(10 * seed + label, number)))
+
+    pictures = pytest.importorskip("pictures")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGSCL_CACHE", str(tmp_path / "cache"))
+    draw(0)
+    words = ["compare", "cifar100", "--methods", "finetune", "--epochs", "1", "--name", "mix", "--tasks", "folder:own"]
+    words += ["--task-options", "classes_per_task=2", "size=32", "--jobs", "1", "--seeds"]
+    assert main([*words, "1"]) == 0
+    draw(1)
+    assert main([*words, "1"]) == 0, "nothing is left to run"
+    capsys.readouterr()
+    assert main([*words, "2"]) == 2
+    assert "the data is not what" in capsys.readouterr().err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main([*words, "1", "--runs", str(tmp_path / "runs")]) == 2
+    assert "another configuration" in capsys.readouterr().err

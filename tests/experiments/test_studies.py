@@ -1,0 +1,369 @@
+"""The paper's analyses: `agscl study`, and what it measures."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from agscl.analysis.perturbation import Perturbation, layer_by_layer, perturb
+from agscl.cli.main import main
+from agscl.experiments import studies
+from agscl.experiments.presets import PRESETS, configure
+from agscl.experiments.studies import RHOS
+from agscl.graph.nodes import NodeGraph
+from agscl.runs import digest
+
+SHORT = ["digits", "--epochs", "1", "--name", "studied", "--jobs", "2"]
+
+
+@pytest.fixture
+def trunk():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(48, 5), nn.ReLU())
+    model(torch.randn(8, 1, 8, 8))  # BatchNorm has seen something
+    return model.eval()
+
+
+def test_nodes_that_are_taken_away_give_nothing_and_all_others_what_they_gave(trunk):
+    x = torch.randn(2, 1, 8, 8)
+    graph = NodeGraph(trunk, x)
+    before, plain = digest(trunk.state_dict()), trunk(x)
+    left = []
+
+    def score():
+        with torch.no_grad():
+            left.append(trunk(x))
+        return float(left[-1].abs().sum())
+
+    last = [graph.layers["6"].groups[node].item() for node in (3, 1)]
+    others = [group for group in range(graph.size) if group not in last]
+    found = perturb(graph, [*last, *others], score, steps=graph.size)
+    assert found.pruned == list(range(graph.size + 1))
+    assert torch.equal(left[0], plain)
+    assert torch.equal(left[2][:, [0, 2, 4]], plain[:, [0, 2, 4]])
+    assert not left[2][:, [1, 3]].any()
+    assert found.scores[-1] == 0
+    assert digest(trunk.state_dict()) == before
+
+
+def test_all_of_a_channel_goes_with_it_its_batchnorm_too(trunk):
+    x = torch.randn(2, 1, 8, 8)
+    graph = NodeGraph(trunk, x)
+    channel = graph.layers["0"].groups[2].item()
+    seen = []
+    perturb(graph, [channel, *[g for g in range(graph.size) if g != channel]], lambda: seen.append(trunk[:3](x)) or 0.0)
+    assert seen[0][:, 2].any()
+    assert not seen[1][:, 2].any()
+    assert torch.equal(seen[1][:, [0, 1, 3]], seen[0][:, [0, 1, 3]])
+
+
+def test_a_batchnorm_without_scale_and_shift_goes_with_its_channel_too():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False), nn.ReLU(), nn.Linear(3, 2), nn.ReLU())
+    x = torch.randn(16, 4)
+    trunk(x - 3)
+    trunk.eval()
+    graph = NodeGraph(trunk, x)
+    before = digest(trunk.state_dict())
+    assert perturb(graph, range(graph.size), lambda: float(trunk[:3](x).sum())).scores[-1] == 0
+    assert digest(trunk.state_dict()) == before
+
+
+def test_an_error_in_between_leaves_the_model_as_it_was(trunk):
+    graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
+    before, calls = digest(trunk.state_dict()), iter(range(3))
+    with pytest.raises(StopIteration):
+        perturb(graph, range(graph.size), lambda: float(next(calls)))
+    assert digest(trunk.state_dict()) == before
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0] * 12, list(range(13))])
+def test_an_order_must_name_each_node_once(trunk, order):
+    graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
+    with pytest.raises(ValueError, match="each of the 12 nodes once"):
+        perturb(graph, order, lambda: 0.0)
+
+
+def test_layer_by_layer_every_layer_loses_the_same_share_its_least_important_nodes_first(trunk):
+    graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
+    layers = list(graph.in_first_layer())
+    scale = sum(10.0**number * here for number, here in enumerate(layers))  # by value the first layer would go first
+    importances = scale * torch.rand(graph.size, generator=torch.Generator().manual_seed(0))
+    order = layer_by_layer(graph, importances)
+    assert sorted(order.tolist()) == list(range(graph.size))
+    for end in range(1, graph.size):
+        shares = [float(here[order[:end]].sum() / here.sum()) for here in layers if here.any()]
+        assert max(shares) - min(shares) <= max(1 / int(here.sum()) for here in layers if here.any())
+    for here in layers:
+        of_layer = importances[[group for group in order.tolist() if here[group]]]
+        assert of_layer.tolist() == sorted(of_layer.tolist())
+
+
+def test_the_area_over_a_curve_is_the_mean_of_what_was_lost_so_far():
+    found = Perturbation([0, 1, 2, 3], [0.8, 0.8, 0.5, 0.2])
+    assert found.aopc == pytest.approx([0, 0, 0.1, 0.225])
+
+
+def test_all_nodes_are_taken_away_in_at_most_so_many_steps(trunk):
+    graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
+    assert perturb(graph, range(graph.size), lambda: 0.0, steps=5).pruned == [0, 2, 5, 7, 10, 12]
+    assert perturb(graph, range(graph.size), lambda: 0.0, steps=1).pruned == [0, 12]
+    with pytest.raises(ValueError, match="at least 1"):
+        perturb(graph, range(graph.size), lambda: 0.0, steps=0)
+
+
+def test_a_trade_off_goes_over_strengths_around_the_presets_with_each_part_left_out(tmp_path):
+    lines = studies.plan("cifar100", "tradeoff", 1, tmp_path)
+    found: dict[str, list[float]] = {}
+    for line in lines[1:]:
+        found.setdefault(line.label.split(", λ")[0], []).append(line.settings["lam"])
+    assert found == {
+        **{form: [40.0, 133.0, 400.0, 1200.0, 4000.0] for form in studies.FORMS},
+        "MAS": [0.4, 1.33, 4.0, 12.0, 40.0],
+        "EWC": [1000.0, 3330.0, 10_000.0, 30_000.0, 100_000.0],
+    }
+    assert lines[0].method == "finetune"
+    config = {line.label: line.jobs[0].config for line in lines}["without both, λ 40"]
+    expected = configure("cifar100", method="agscl", reference=False, lam=40.0, zero_init="off", rand_init=False)
+    assert config == expected
+    assert len({job.folder for line in lines for job in line.jobs}) == 31
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("settings", [{}, {"mas": {"lam": 2.0}, "agscl": {"rho": 0.25, "lam": 7.0}}])
+def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path, preset, settings):
+    jobs = [
+        job
+        for study in studies.STUDIES
+        for line in studies.plan(preset, study, 2, tmp_path, settings=settings)
+        for job in line.jobs
+    ]
+    configs = [json.dumps(job.config.as_dict(), sort_keys=True) for job in jobs]
+    pairs = {(job.folder, config) for job, config in zip(jobs, configs, strict=True)}
+    assert len(pairs) == len({job.folder for job in jobs}) == len(set(configs))
+    assert len(pairs) == 2 * (
+        37 if settings else 36 if configure(preset, method="agscl").settings["rho"] in RHOS else 37
+    )
+
+
+@pytest.mark.parametrize("lam", [0.0, math.inf])
+def test_a_trade_off_needs_a_strength_to_go_around(tmp_path, lam):
+    with pytest.raises(ValueError, match="around agscl's λ, which is"):
+        studies.plan("cifar100", "tradeoff", 1, tmp_path, settings={"agscl": {"lam": lam}})
+    studies.plan("cifar100", "reinit", 1, tmp_path, settings={"agscl": {"lam": lam}})
+
+
+def test_rho_goes_from_a_tenth_to_a_half_with_mas_beside_it(tmp_path):
+    lines = studies.plan("cifar100", "rho", 1, tmp_path, settings={"agscl": {"mu": 3.0}})
+    settings = [(line.method, line.jobs[0].config.settings) for line in lines[1:]]
+    assert [(method, one.get("rho"), one.get("mu")) for method, one in settings] == [
+        *[("agscl", rho, 3.0) for rho in (0.1, 0.2, 0.3, 0.4, 0.5)],
+        ("mas", None, None),
+    ]
+
+
+def test_studies_share_their_runs_and_keep_the_seeds_they_have(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["study", "reinit", *SHORT]) == 0
+    assert "finished already" not in capsys.readouterr().out
+    assert main(["study", "prox", *SHORT, "--seeds", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 6 runs in runs/studied are finished already." in printed
+    assert "without proximal steps" in printed
+    assert "±" in printed
+    assert "…" not in printed
+    assert main(["study", "prox", *SHORT]) == 0
+    stored = json.loads(Path("runs/studied/prox.json").read_text())
+    assert [(line["label"], line["seeds"]) for line in stored["lines"]] == [
+        ("fine-tuning", [0, 1]),
+        ("AGS-CL", [0, 1]),
+        ("without proximal steps", [0, 1]),
+    ]
+    for line in stored["lines"]:
+        curves = line["curves"]
+        assert curves["average_accuracy"][-1] == pytest.approx(line["average_accuracy"]["mean"])
+        assert line["plasticity"]["mean"] > 0
+        nodes = {"sparsity", "used_capacity", "frozen"} if line["method"] == "agscl" else set()
+        assert curves.keys() == {"average_accuracy", *nodes}
+        assert all(len(curve) == 5 for curve in curves.values())
+    reference = stored["lines"][0]
+    assert reference["plasticity"]["values"] == [1, 1]
+
+
+def test_importances_tell_which_nodes_matter_after_the_first_task_and_after_all(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["study", "aopc", "digits", "--name", "studied"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "highest" in printed
+    assert "…" not in printed
+    found = json.loads(Path("runs/studied/aopc.json").read_text())["seeds"]["0"]["after"]
+    result = json.loads(Path("runs/studied/agscl-seed0/result.json").read_text())["methods"]["agscl"]
+    assert found.keys() == {"1", "5"}
+    for after, curves in found.items():
+        row = result["accuracies"][int(after) - 1]
+        for scores in curves["scores"].values():  # with all nodes as the run had it, and with none by chance
+            assert scores[0] == pytest.approx(sum(row) / len(row))
+            assert scores[-1] == pytest.approx(curves["scores"]["highest"][-1])
+        aopc = curves["aopc"]
+        assert tuple(aopc) == studies.ORDERS
+        assert len(curves["importances"]) == 3
+        assert all(mean > 0 for mean in curves["importances"].values())
+        for where in ("", " of each layer"):
+            assert aopc[f"highest{where}"][-1] > aopc["random"][-1] > aopc[f"lowest{where}"][-1]
+    assert main(words) == 0
+    assert "once more" not in capsys.readouterr().out
+    assert "other bits" not in printed
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The runs of two studies, each made once."""
+    folder = tmp_path_factory.mktemp("finished")
+    for study in ("prox", "aopc"):
+        assert main(["study", study, "digits", "--epochs", "1", "--name", "studied", "--runs", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def studied(finished, tmp_path, capsys, monkeypatch):
+    """Goes on with `agscl study` in a copy of these; returns the exit code and all that was said."""
+    shutil.copytree(finished, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+
+    def study(name, *words):
+        code = main(["study", name, "digits", "--epochs", "1", "--name", "studied", *words])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return study
+
+
+def test_what_was_measured_is_kept_seed_by_seed_and_measured_anew_of_other_weights(studied, monkeypatch):
+    once = studies._perturbed
+
+    def interrupted(job, note):
+        if job.config.seed == 1:
+            raise KeyboardInterrupt
+        return once(job, note)
+
+    path = Path("runs/studied/aopc.json")
+    path.unlink()
+    monkeypatch.setattr(studies, "_perturbed", interrupted)
+    code, said = studied("aopc", "--seeds", "2")
+    assert code == 130
+    assert "what was measured is stored" in said
+    assert json.loads(path.read_text())["seeds"].keys() == {"0"}
+    monkeypatch.setattr(studies, "_perturbed", once)
+    assert studied("aopc", "--seeds", "2")[1].count("once more") == 1
+    stored = json.loads(path.read_text())
+    stored["seeds"]["0"]["weights_sha256"] = "of others"
+    path.write_text(json.dumps(stored))
+    assert studied("aopc")[1].count("once more") == 1
+    stored = json.loads(path.read_text())
+    del stored["seeds"]["0"]["after"]["5"]["aopc"]["random"]  # as another version may have left it
+    path.write_text(json.dumps(stored))
+    assert studied("aopc")[1].count("once more") == 1
+    assert json.loads(path.read_text())["seeds"].keys() == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"seeds": {"0": 3}}', '{"seeds": {"0": {}}}', '{"seeds": {"0": {"after": 3}}}', "{"]
+)
+def test_a_damaged_file_of_measurements_is_said(studied, content):
+    Path("runs/studied/aopc.json").write_text(content)
+    code, said = studied("aopc")
+    assert code == 1
+    assert "Remove it" in said
+
+
+def test_the_first_task_is_learned_again_with_as_many_threads_as_the_run_had(studied, monkeypatch):
+    Path("runs/studied/aopc.json").unlink()
+    seen, before = [], torch.get_num_threads()
+    once = studies.make_trainer
+    monkeypatch.setattr(studies, "make_trainer", lambda *given: seen.append(torch.get_num_threads()) or once(*given))
+    torch.set_num_threads(2)
+    try:
+        assert studied("aopc")[0] == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1]
+
+
+def test_other_data_than_a_run_learned_is_refused(studied, monkeypatch):
+    Path("runs/studied/aopc.json").unlink()
+    path = Path("runs/studied/agscl-seed0/data.json")
+    path.write_text(path.read_text().replace(": ", ": 1"))
+    code, said = studied("aopc")
+    assert code == 2
+    assert "the data is not what" in said
+
+
+def test_a_studys_folder_is_no_run_and_a_comparison_there_takes_none_of_its_forms(studied, capsys):
+    assert main(["run", "digits", "--epochs", "1", "--name", "studied"]) == 2
+    assert "a search or a study, not a run" in capsys.readouterr().err
+    assert main(["compare", "digits", "--epochs", "1", "--name", "studied", "--methods", "agscl", "--seeds", "1"]) == 0
+    compared = json.loads(Path("runs/studied/comparison.json").read_text())["methods"]
+    assert "prox" not in compared["agscl"]["settings"]
+
+
+def test_settings_of_single_methods_are_given_with_their_names(studied):
+    assert studied("prox", "--set", "agscl.mu=3", "--name", "other")[0] == 0
+    config = json.loads(Path("runs/other/agscl-prox=False-seed0/config.json").read_text())
+    assert config["settings"]["mu"] == 3
+    code, said = studied("prox", "--set", "mu=3")
+    assert code == 2
+    assert "say whose setting it is, e.g. --set agscl.mu=3" in said
+
+
+def test_where_every_run_fails_there_is_no_empty_table(studied):
+    code, said = studied("prox", "--set", "lr=1e30", "--name", "other")
+    assert code == 1
+    assert "FAILED" in said
+    assert "acc., %" not in said
+
+
+def test_a_run_whose_last_checkpoint_is_gone_is_said(studied):
+    for path in [*Path("runs/studied/agscl-seed0/checkpoints").iterdir(), Path("runs/studied/aopc.json")]:
+        path.unlink()
+    code, said = studied("aopc")
+    assert code == 1
+    assert "remove the folder, to run it again" in said
+    assert "once more" not in said
+
+
+def test_what_is_no_study_is_said_with_those_there_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "lambda"]) == 2
+    assert "There are: reinit, tradeoff, rho, prox, aopc" in capsys.readouterr().err
+    assert main(["study", "rho", "--seeds", "0"]) == 2
+    assert main(["study", "rho", "digits", "--set", "mu=3"]) == 2
+    assert not Path("runs").exists()
+
+
+def test_the_benchmark_of_studies_says_what_it_ran(tmp_path, monkeypatch):
+    import importlib
+    import sys
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.chdir(tmp_path)
+    words = ["digits", "--studies", "prox", "aopc", "--epochs", "1", "--runs", "runs", "--out", "out"]
+    monkeypatch.setattr(sys, "argv", ["studies", *words])
+    importlib.import_module("studies").main()
+    prox, aopc = (json.loads(Path(f"out/digits-{name}.json").read_text()) for name in ("prox", "aopc"))
+    assert prox["complete"]
+    assert aopc["complete"]
+    assert [line["label"] for line in prox["lines"]] == ["fine-tuning", "AGS-CL", "without proximal steps"]
+    assert aopc["seeds"].keys() == {"0"}
+    assert prox["commits"]

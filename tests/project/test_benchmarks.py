@@ -1,0 +1,77 @@
+"""The benchmarks run, and write what the docs read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agscl.experiments.methods import METHODS
+
+HOME = Path(__file__).parents[2]
+
+
+def test_every_method_is_timed_against_plain_training(tmp_path):
+    out = tmp_path / "methods.json"
+    words = ["--rounds", "2", "--measurements", "1", "--batch", "4", "--images", "8", "--out", str(out)]
+    subprocess.run([sys.executable, "benchmarks/methods.py", *words], cwd=HOME, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["steps_per_epoch"] == 2
+    assert found["step"].keys() == {name for name, one in METHODS.items() if not one.bound}
+    for limits in found["limits"].values():
+        assert limits.keys() <= found["step"].keys()
+    for one in found["step"].values():
+        low, high = one["ratio"]["quartiles"]
+        assert 0 < low <= one["ratio"]["median"] <= high
+    measured = found["importance"]["methods"]
+    assert {"ewc", "ewc fisher=exact", "ewc fisher=batched batch=256", "mas", "agscl"} <= measured.keys()
+    assert measured["ewc fisher=exact"]["epochs"]["median"] > measured["l2"]["epochs"]["median"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch, tmp_path):
+    """Runs the main function of a benchmark, on digits for an epoch, and returns what it wrote."""
+    monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *words):
+        module = importlib.import_module(name)
+        if hasattr(module, "PRESET"):
+            monkeypatch.setattr(module, "PRESET", "digits")
+        common = ["--epochs", "1", "--jobs", "2", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out.json")]
+        monkeypatch.setattr(sys, "argv", [name, *words, *common])
+        module.main()
+        return json.loads((tmp_path / "out.json").read_text())
+
+    return run
+
+
+def test_a_comparison_takes_what_a_search_found_and_says_at_which_commits_its_runs_were_made(benchmark, tmp_path):
+    searched = tmp_path / "searched.json"
+    searched.write_text(
+        json.dumps({"methods": {"l2": [{"settings": {"lam": 7.0}}], "mas": [{"settings": {"lam": 3.0}}]}})
+    )
+    words = ["digits", "--methods", "l2,mas", "--seeds", "1", "--settings", str(searched)]
+    found = benchmark("supervised", *words, "--set", '{"mas": {"lam": 2.0}}')
+    assert found["complete"]
+    assert [found["methods"][name]["settings"]["lam"] for name in ("l2", "mas")] == [7.0, 2.0]
+    assert len(found["commits"]) == 1
+    assert "finetune" in found["methods"]
+
+
+def test_variants_are_held_against_the_papers_form_on_the_same_seeds(benchmark, monkeypatch):
+    # digits has no validation split
+    monkeypatch.setattr(importlib.import_module("beyond"), "valid", lambda outcome: outcome["average_accuracy"])
+    names = ["the paper's form", "η 0.5"]
+    words = ["--preset", "digits", "--lam", "100", "1000", "--seeds", "1"]
+    found = benchmark("beyond", "--variants", *names, *words)
+    rows = {(row["variant"], row["settings"]["lam"]): row for row in found["rows"]}
+    assert len(rows) == 4
+    best = max((100.0, 1000.0), key=lambda lam: rows[names[0], lam]["valid_accuracy"]["mean"])
+    for row in rows.values():
+        gain = row["average_accuracy"]["mean"] - rows[names[0], best]["average_accuracy"]["mean"]
+        assert row["gain"]["mean"] == pytest.approx(gain)

@@ -1,0 +1,21 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_loop_of_ones_own_learns_five_tasks_and_keeps_them():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "own_loop.py")], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [[float(part) for part in re.findall(r"([\d.]+)%", line)] for line in done.stdout.splitlines()[:5]]
+    assert [len(line) for line in lines] == [1, 2, 3, 4, 5]
+    assert sum(lines[-1]) / 5 > 90
+    assert "kept every bit" in done.stdout

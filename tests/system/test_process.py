@@ -1,0 +1,72 @@
+import contextlib
+import ctypes
+import gc
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from agscl.system.process import held_off, keep_memory
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_collection_is_held_off_and_then_as_it_was_whatever_happens(on):
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with contextlib.suppress(KeyError), held_off():
+            within = gc.isenabled()
+            raise KeyError
+        assert not within
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_a_process_ends_without_a_collection_and_with_its_other_last_words():
+    code = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print('last words', gc.get_freeze_count() > 0))\n"
+        "from agscl.system.process import none_at_exit\n"
+        "none_at_exit()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "last words True\n"), ended.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_memory_that_was_freed_is_not_asked_for_again():
+    """Each page that comes anew is a fault, and only the first time should have them."""
+    code = (
+        "import resource, sys\n"
+        "import torch\n"
+        "from agscl.system.process import keep_memory\n"
+        "if sys.argv[1] == 'kept':\n"
+        "    keep_memory()\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(3):\n"
+        "    torch.ones(2**24)\n"
+        "before = faults()\n"
+        "for _ in range(5):\n"
+        "    torch.ones(2**24)\n"
+        "print(faults() - before)\n"
+    )
+    kept, usual = (
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("kept", "usual")
+    )
+    if usual < 100:
+        pytest.skip("another allocator keeps memory here anyway")
+    assert kept < usual / 10
+
+
+def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: asked.append(name) or SimpleNamespace())
+    keep_memory()
+    assert asked == [None] * (sys.platform == "linux")  # and it has no such function
+    monkeypatch.setattr(sys, "platform", "win32")
+    asked.clear()
+    keep_memory()
+    assert asked == []
