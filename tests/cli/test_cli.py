@@ -243,11 +243,11 @@ def test_a_loss_that_is_not_a_number_fails_with_the_place_and_the_last_checkpoin
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_continues_to_the_same_bits(tmp_path, uninterrupted):
     process = start_training(tmp_path)
     folder = tmp_path / "runs" / "quick" / "checkpoints"
-    while len(Checkpoints(folder).numbers()) < 2:
+    while len(Checkpoints(folder).list_numbers()) < 2:
         time.sleep(0.001)
     process.kill()
     finish(process)
-    newest = folder / f"{Checkpoints(folder).numbers()[-1]:06d}.safetensors"
+    newest = folder / f"{Checkpoints(folder).list_numbers()[-1]:06d}.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     code, output = finish(start(tmp_path))
     assert code == 0, output
@@ -815,12 +815,12 @@ def test_a_run_that_had_not_begun_takes_the_threads_it_is_given_and_a_begun_one_
     before = torch.get_num_threads()
     try:
         with Run(tmp_path / "run") as run:
-            run.claim(config.as_dict())
-            run.store("environment.json", {"torch": "1.0", "threads": 7})
+            run.store_config(config.as_dict())
+            run.write_json("environment.json", {"torch": "1.0", "threads": 7})
             result = execute(config, run, checkpoint_every=1e9, threads=1)
             assert result["environment"]["threads"] == 1
             assert result["environment"]["torch"] == torch.__version__
-            run.store("environment.json", {"torch": "1.0", "threads": 1})
+            run.write_json("environment.json", {"torch": "1.0", "threads": 1})
             notes: list[str] = []
             execute(config, run, checkpoint_every=1e9, note=notes.append)
             assert notes == [f"This run was begun with torch 1.0, and goes on with {torch.__version__}."]

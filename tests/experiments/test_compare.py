@@ -353,4 +353,4 @@ def test_runs_on_other_pictures_are_not_put_together(tmp_path, monkeypatch, caps
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main([*words, "1", "--runs", str(tmp_path / "runs")]) == 2
-    assert "another configuration" in capsys.readouterr().err
+    assert "a different configuration" in capsys.readouterr().err

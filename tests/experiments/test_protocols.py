@@ -11,8 +11,8 @@ from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import PRESETS, configure
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.methods._parts.lifecycle import Method
-from agscl.runs import WrongOptions, digest
-from agscl.runs.checkpoints import flatten, unflatten
+from agscl.runs import WrongOptions, hash_state
+from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 
@@ -34,7 +34,7 @@ def finish(running: Trainer) -> Trainer:
 
 
 def outcome(ended: Trainer) -> str:
-    return digest([ended.model.state_dict(), ended.method.state_dict(), ended.accuracies, ended.losses])
+    return hash_state([ended.model.state_dict(), ended.method.state_dict(), ended.accuracies, ended.losses])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -44,7 +44,7 @@ def test_everything_listed_continues_within_a_task_with_the_same_bits(name):
     stopped = trainer(name, VALIDATED, **validating)
     while not (stopped.task_index == 1 and stopped.epoch == 1 and stopped.step == 2):
         assert stopped.advance()
-    stored = unflatten(*flatten(stopped.state_dict()))
+    stored = unflatten_state(*flatten_state(stopped.state_dict()))
     torch.manual_seed(999)
     continued = trainer(name, VALIDATED, **validating)
     continued.load_state_dict(stored)

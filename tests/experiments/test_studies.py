@@ -17,7 +17,7 @@ from agscl.experiments import studies
 from agscl.experiments.presets import PRESETS, configure
 from agscl.experiments.studies import RHOS
 from agscl.graph.nodes import NodeGraph
-from agscl.runs import digest
+from agscl.runs import hash_state
 
 SHORT = ["digits", "--epochs", "1", "--name", "studied", "--jobs", "2"]
 
@@ -34,7 +34,7 @@ def trunk():
 def test_nodes_that_are_taken_away_give_nothing_and_all_others_what_they_gave(trunk):
     x = torch.randn(2, 1, 8, 8)
     graph = NodeGraph(trunk, x)
-    before, plain = digest(trunk.state_dict()), trunk(x)
+    before, plain = hash_state(trunk.state_dict()), trunk(x)
     left = []
 
     def score():
@@ -50,7 +50,7 @@ def test_nodes_that_are_taken_away_give_nothing_and_all_others_what_they_gave(tr
     assert torch.equal(left[2][:, [0, 2, 4]], plain[:, [0, 2, 4]])
     assert not left[2][:, [1, 3]].any()
     assert found.scores[-1] == 0
-    assert digest(trunk.state_dict()) == before
+    assert hash_state(trunk.state_dict()) == before
 
 
 def test_all_of_a_channel_goes_with_it_its_batchnorm_too(trunk):
@@ -71,17 +71,17 @@ def test_a_batchnorm_without_scale_and_shift_goes_with_its_channel_too():
     trunk(x - 3)
     trunk.eval()
     graph = NodeGraph(trunk, x)
-    before = digest(trunk.state_dict())
+    before = hash_state(trunk.state_dict())
     assert perturb(graph, range(graph.size), lambda: float(trunk[:3](x).sum())).scores[-1] == 0
-    assert digest(trunk.state_dict()) == before
+    assert hash_state(trunk.state_dict()) == before
 
 
 def test_an_error_in_between_leaves_the_model_as_it_was(trunk):
     graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
-    before, calls = digest(trunk.state_dict()), iter(range(3))
+    before, calls = hash_state(trunk.state_dict()), iter(range(3))
     with pytest.raises(StopIteration):
         perturb(graph, range(graph.size), lambda: float(next(calls)))
-    assert digest(trunk.state_dict()) == before
+    assert hash_state(trunk.state_dict()) == before
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0] * 12, list(range(13))])

@@ -14,7 +14,7 @@ from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, Mult
 from agscl.fast.captured import Captured
 from agscl.methods._parts.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
-from agscl.runs.checkpoints import flatten, unflatten
+from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.system.tf32 import tf32_allowed
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
@@ -320,7 +320,7 @@ def test_with_channels_last_a_run_stopped_within_a_task_goes_on_where_it_stood(o
         pass
     while not (stopped.task_index == 1 and stopped.epoch == 3):
         stopped.advance()
-    continued.load_state_dict(unflatten(*flatten(stopped.state_dict())))
+    continued.load_state_dict(unflatten_state(*flatten_state(stopped.state_dict())))
     for parameter, moments in continued._optimizer.state.items():
         for moment in moments.values():
             assert (

@@ -26,7 +26,7 @@ from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods.gpm import extend, layer_inputs, project
 from agscl.networks import NETWORKS
-from agscl.runs.checkpoints import digest, flatten, unflatten
+from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 from agscl.training.trainer import mixed_seed
@@ -138,9 +138,9 @@ def test_a_state_can_be_stored_and_a_certificate_made(cls):
     method, model, optimizer = fresh(cls)
     learn(method, optimizer, 0)
     learn(method, optimizer, 1, steps=range(14), end=False)
-    plain, tensors = flatten(method.state_dict())
-    state = unflatten(json.loads(json.dumps(plain)), tensors)
-    assert digest(state) == digest(method.state_dict())
+    plain, tensors = flatten_state(method.state_dict())
+    state = unflatten_state(json.loads(json.dumps(plain)), tensors)
+    assert hash_state(state) == hash_state(method.state_dict())
     method.end_task(blobs(1))
     x = torch.randn(4, 16)
     outputs = method.outputs(x)
@@ -1178,7 +1178,7 @@ def test_a_hat_state_from_before_moments_had_an_age_is_taken_up():
     _, stopped = made()
     while stopped.epoch < 2:
         stopped.advance()
-    state = unflatten(*flatten(stopped.state_dict()))
+    state = unflatten_state(*flatten_state(stopped.state_dict()))
     state["method"]["counts"] = state["method"]["counts"][:2]
     hat, continued = made()
     continued.load_state_dict(state)
@@ -1186,4 +1186,4 @@ def test_a_hat_state_from_before_moments_had_an_age_is_taken_up():
     for each in (stopped, continued):
         while each.advance():
             pass
-    assert digest(continued.model.state_dict()) == digest(stopped.model.state_dict())
+    assert hash_state(continued.model.state_dict()) == hash_state(stopped.model.state_dict())

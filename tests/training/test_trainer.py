@@ -20,8 +20,8 @@ from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import NodeMethod
 from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
-from agscl.runs import digest
-from agscl.runs.checkpoints import flatten, unflatten
+from agscl.runs import hash_state
+from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import CompileFailed, Trainer, TrainingConfig, TrainingFailed
 from agscl.training.trainer import mixed_seed
@@ -57,7 +57,7 @@ def outcome(trainer: Trainer) -> str:
     while trainer.advance():
         pass
     model, method = trainer.model.state_dict(), trainer.method.state_dict()
-    return digest([model, method, trainer.accuracies, trainer.losses])
+    return hash_state([model, method, trainer.accuracies, trainer.losses])
 
 
 @pytest.mark.parametrize("method", [FineTune, AGSCL])
@@ -71,11 +71,13 @@ def test_stopped_after_any_unit_and_continued_it_ends_with_the_same_bits(method,
         stopped = make_trainer(method, config)
         for _ in range(stopped_after):
             assert stopped.advance()
-        stored = unflatten(*flatten(stopped.state_dict()))
+        stored = unflatten_state(*flatten_state(stopped.state_dict()))
         torch.manual_seed(999)
         continued = make_trainer(method, config)
         continued.load_state_dict(stored)
-        assert digest(continued.state_dict()) == digest(stopped.state_dict()), "stopped again at once, nothing is lost"
+        assert hash_state(continued.state_dict()) == hash_state(stopped.state_dict()), (
+            "stopped again at once, nothing is lost"
+        )
         assert outcome(continued) == expected, f"after {stopped_after} units"
     assert not stopped.advance()
 
@@ -174,7 +176,7 @@ def test_captured_steps_stopped_after_any_epoch_and_continued_end_with_the_same_
         stopped = make_trainer(method, config)
         for _ in range(stopped_after):
             assert stopped.advance()
-        stored = unflatten(*flatten(stopped.state_dict()))
+        stored = unflatten_state(*flatten_state(stopped.state_dict()))
         continued = make_trainer(method, config)
         continued.load_state_dict(stored)
         assert outcome(continued) == expected, f"after {stopped_after} units"
@@ -231,7 +233,7 @@ def test_with_channels_last_a_run_stopped_within_a_task_continues_with_the_same_
     stopped = convolutional(name, config)
     while not (stopped.task_index == 1 and stopped.epoch == 2):
         assert stopped.advance()
-    stored = unflatten(*flatten(stopped.state_dict()))
+    stored = unflatten_state(*flatten_state(stopped.state_dict()))
     continued = convolutional(name, config)
     continued.load_state_dict(stored)
     for parameter, moments in continued._optimizer.state.items():
@@ -363,9 +365,9 @@ def test_the_weights_of_the_best_epoch_are_back_when_the_task_ends():
     while trainer.epoch < 3:
         trainer.advance()
         if trainer.step == 0 and trainer.epoch > len(after_each_epoch):
-            after_each_epoch.append(digest(trainer.model.state_dict()))
+            after_each_epoch.append(hash_state(trainer.model.state_dict()))
     trainer.advance()
-    assert digest(trainer.model.state_dict()) == after_each_epoch[1]
+    assert hash_state(trainer.model.state_dict()) == after_each_epoch[1]
 
 
 def test_every_task_starts_with_the_first_rate_and_a_fresh_optimizer():

@@ -90,7 +90,7 @@ def run(
     from agscl.experiments.execute import Interrupted, execute
     from agscl.experiments.presets import RunConfig, check_device, configure, threads_of
     from agscl.runs import Run, is_finished, read_result
-    from agscl.runs.board import Board
+    from agscl.runs.tensorboard import TensorBoardLog
 
     _check_numbers(checkpoint_every, threads)
     if tensorboard and not importlib.util.find_spec("tensorboard"):
@@ -103,7 +103,7 @@ def run(
         folder = runs / (name or _default_name(config, changed))
     else:
         folder = _resumable(runs, resume)
-        config = RunConfig.from_dict(Run(folder).stored() or {})
+        config = RunConfig.from_dict(Run(folder).read_config() or {})
         with _as_wrong_use():
             check_device(config.device)
         asked = {
@@ -126,25 +126,25 @@ def run(
             )
 
     if is_finished(folder):
-        Run(folder).check(config.as_dict())
+        Run(folder).check_config(config.as_dict())
         result = read_result(folder)
         if tensorboard:
-            Board(folder, config.training.epochs).close()
+            TensorBoardLog(folder, config.training.epochs).close()
         say(f"{folder} is finished; nothing to do. Its result:")
         summary(result, folder)
         return DONE
 
-    boards: list[Board] = []
+    boards: list[TensorBoardLog] = []
 
     def show(event: dict[str, Any]) -> None:
         progress.show(event)
         if boards:
-            boards[0].write(event)
+            boards[0].write_event(event)
         elif tensorboard:
-            boards.append(Board(folder, config.training.epochs))  # with all that the log holds, this event too
+            boards.append(TensorBoardLog(folder, config.training.epochs))  # with all that the log holds, this event too
 
     with _gone_if_wrong(folder), Run(folder) as current, _signals() as stopped, Progress(config) as progress:
-        if current.checkpoints.numbers():
+        if current.checkpoints.list_numbers():
             say(f"Continuing {folder}.")
         try:
             result = execute(
@@ -782,7 +782,7 @@ def _existing(runs: Path, name: str) -> Path:
     from agscl.runs import Run
 
     for folder in (runs / name, Path(name)):
-        if (folder / "config.json").is_file() or Run(folder).begun:
+        if (folder / "config.json").is_file() or Run(folder).is_started:
             return folder
     known = sorted(path.parent.name for path in runs.glob("*/config.json"))
     there = f"There are: {', '.join(known)}" if known else "There is none; start one with: agscl run"
@@ -809,7 +809,7 @@ def _gone_if_wrong(folder: Path) -> Iterator[None]:
     try:
         yield
     except (WrongOptions, DataMissing):
-        if new and not Run(folder).begun:
+        if new and not Run(folder).is_started:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -24,8 +24,8 @@ from agscl.experiments.execute import Interrupted, execute
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.experiments.presets import RunConfig, configure
 from agscl.methods._parts.lifecycle import SelfCheckWarning
-from agscl.runs import Run, RunError, finished_runs, is_finished, read_result
-from agscl.runs.events import last_event
+from agscl.runs import Run, RunError, is_finished, read_finished_runs, read_result
+from agscl.runs.events import read_last_event
 from agscl.runs.folder import DIVERGED, read_json
 from agscl.system.files import as_json, update
 from agscl.system.process import keep_memory, none_at_exit
@@ -60,7 +60,7 @@ class Job:
     @property
     def progress(self) -> float:
         """The share of its steps that its log tells of."""
-        event = last_event(self.folder / "events.jsonl")
+        event = read_last_event(self.folder / "events.jsonl")
         return event["progress"] if event else 0.0
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def run_all(
     else ends this. A run that fails leaves the others alone.
     """
     for job in jobs:
-        Run(job.folder).check(job.config.as_dict())
+        Run(job.folder).check_config(job.config.as_dict())
     waiting = [job for job in jobs if not job.finished]
     if not waiting:
         return
@@ -202,7 +202,7 @@ def collect(jobs: Sequence[Job]) -> dict[str, Any]:
 def with_others(jobs: Sequence[Job], folder: Path) -> list[Job]:
     """These jobs, and all others that are finished in their folder; in the order of the paper's table."""
     every, places = list(jobs), list(METHODS)
-    for place, result in finished_runs(folder):
+    for place, result in read_finished_runs(folder):
         if place not in {job.folder for job in jobs}:
             with contextlib.suppress(RunError):  # of another version: it was not asked for
                 config = RunConfig.from_dict(result["config"])

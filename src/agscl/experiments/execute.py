@@ -23,7 +23,7 @@ from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method, NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
-from agscl.runs import DifferentConfig, Run, RunError, WrongOptions, digest
+from agscl.runs import DifferentConfig, Run, RunError, WrongOptions, hash_state
 from agscl.runs.folder import DIVERGED, read_json
 from agscl.system.tf32 import arithmetic
 from agscl.tasks import TaskSequence
@@ -64,12 +64,12 @@ def execute(
     A checkpoint is written every `checkpoint_every` seconds, less often where that takes long, and at the end of each
     task; between any two steps `stop` is asked whether to store one and raise `Interrupted`.
     """
-    run.claim(config.as_dict())
+    run.store_config(config.as_dict())
     environment = _recorded_environment(run, threads)
     if environment["torch"] != torch.__version__:
         note(f"This run was begun with torch {environment['torch']}, and goes on with {torch.__version__}.")
     sequence = load_tasks(config)
-    state = run.load() or {"method": None, "finished": {}, "seconds": {}}
+    state = run.resume() or {"method": None, "finished": {}, "seconds": {}}
     state["data"] = _check_data(run, sequence, state.get("data"))
     damaged = run.checkpoints.damaged
     for number, reason in damaged.items():
@@ -96,7 +96,7 @@ def execute(
         "environment": environment,
         "seconds": state["seconds"],
     }
-    run.store("result.json", result)
+    run.write_json("result.json", result)
     return result
 
 
@@ -127,7 +127,7 @@ def _check_data(run: Run, sequence: TaskSequence, known: dict[str, int] | None) 
             "or give this run a --name of its own"
         )
     if not path.exists():
-        run.store(path.name, now)
+        run.write_json(path.name, now)
     return now
 
 
@@ -214,7 +214,7 @@ def _train(
 
     def emit(event: Event) -> None:
         event = {"method": name, "progress": trainer.progress, **event}
-        run.log({**event, "time": time.time()})
+        run.log_event({**event, "time": time.time()})
         watch(event)
 
     def save() -> None:
@@ -222,7 +222,7 @@ def _train(
         saved, before = time.monotonic(), saved
         state["seconds"][name] = state["seconds"].get(name, 0.0) + saved - before
         state["trainer"] = trainer.state_dict()
-        run.save(state)
+        run.save_checkpoint(state)
         took = time.monotonic() - saved
 
     trainer.emit = emit
@@ -252,8 +252,8 @@ def _train(
     except CompileFailed as error:
         raise RunError(f"{name}: {error}") from error
     except (TrainingFailed, FloatingPointError) as error:  # the latter from a method that looks at activations
-        run.store(DIVERGED, {"reason": str(error)})
-        numbers = run.checkpoints.numbers()
+        run.write_json(DIVERGED, {"reason": str(error)})
+        numbers = run.checkpoints.list_numbers()
         kept = f"The last good checkpoint is number {numbers[-1]}." if numbers else "No checkpoint was written yet."
         raise RunError(f"{name}: {error}. {kept}") from error
 
@@ -272,8 +272,8 @@ def _outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> d
         "losses": trainer.losses,
         "statistics": trainer.statistics,
         "memory": trainer.method.memory(),
-        "weights_sha256": digest(trainer.model.state_dict()),
-        "method_sha256": digest(trainer.method.state_dict()),
+        "weights_sha256": hash_state(trainer.model.state_dict()),
+        "method_sha256": hash_state(trainer.method.state_dict()),
     }
 
 
@@ -284,7 +284,7 @@ def _store_certificate(trainer: Trainer, run: Run, learned: int) -> None:
         shape = first.inputs(first.train_x[:1]).shape[1:]
         batch = Probe.draw([PROBED, *shape], seed=0).to(trainer.device)
         made = replace(made, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
-    with run.writing():
+    with run.explain_write_errors():
         made.save(_certificate_path(run, learned))
 
 
@@ -301,7 +301,7 @@ def _certificate_path(run: Run, learned: int) -> Path:
 def _recorded_environment(run: Run, threads: int | None) -> dict[str, Any]:
     """What else decides the last bits of a result. A resumed run keeps the number of threads it was started with."""
     path = run.folder / "environment.json"
-    if not (path.exists() and run.begun):
+    if not (path.exists() and run.is_started):
         if threads is not None:
             torch.set_num_threads(threads)
         environment: dict[str, Any] = {
@@ -310,7 +310,7 @@ def _recorded_environment(run: Run, threads: int | None) -> dict[str, Any]:
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
         }
-        run.store(path.name, environment)
+        run.write_json(path.name, environment)
     environment = read_json(path, ". Remove it")
     try:
         torch.set_num_threads(environment["threads"])

@@ -13,7 +13,7 @@ from agscl.experiments.compare import Job
 from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
-from agscl.runs import RunError, finished_runs, read_result
+from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.system.files import as_json, update
 
 SEED = 1000
@@ -148,7 +148,7 @@ def search(
 def finished(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> list[Tried]:
     """What a search that was stopped has tried so far on all its seeds, the best first."""
     found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
-    for _, result in finished_runs(folder):
+    for _, result in read_finished_runs(folder):
         if result["config"]["seed"] not in range(seed, seed + seeds):
             continue
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}

@@ -21,7 +21,7 @@ from agscl.experiments.methods import METHODS, REFERENCE, listed
 from agscl.experiments.presets import RunConfig, configure
 from agscl.experiments.search import FACTORS
 from agscl.methods.agscl import AGSCL
-from agscl.runs import Run, RunError, finished_runs, read_result
+from agscl.runs import Run, RunError, read_finished_runs, read_result
 from agscl.runs.folder import read_json
 from agscl.system.files import as_json, update
 from agscl.system.tf32 import arithmetic
@@ -142,7 +142,7 @@ def with_others(lines: Sequence[Line], folder: Path) -> list[Line]:
     found = []
     for line in lines:
         jobs = list(line.jobs)
-        for place, result in finished_runs(folder, f"{line.name}-seed*"):
+        for place, result in read_finished_runs(folder, f"{line.name}-seed*"):
             if place not in {job.folder for job in jobs} and line.method in result["methods"]:
                 with contextlib.suppress(RunError):  # of another version: it was not asked for
                     jobs.append(Job(RunConfig.from_dict(result["config"]), place))
@@ -225,7 +225,7 @@ def _perturbed(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
     """After the first task of a finished run, and after all of them."""
     config = job.config
     check_finished(job.folder, config)
-    state = Run(job.folder).newest()
+    state = Run(job.folder).load_checkpoint()
     if state is None or config.method not in state["finished"]:
         raise RunError(f"the last checkpoint of {job.folder} is gone or damaged: remove the folder, to run it again")
     sequence = load_tasks(config)

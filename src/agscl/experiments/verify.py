@@ -27,10 +27,10 @@ def certificates_of(folder: Path) -> list[Path]:
 def verify_run(folder: Path) -> Verdict:
     """Check a run's certificates against the weights of its newest whole checkpoint; the last line is the verdict."""
     run = Run(folder)
-    config = RunConfig.from_dict(run.stored() or {})
+    config = RunConfig.from_dict(run.read_config() or {})
     if config.method == "joint":
         raise RunError(f"{folder} is of joint, where each task trains every head, so nothing is certified")
-    state = run.newest()
+    state = run.load_checkpoint()
     if state is None:
         raise RunError(f"{folder} holds no checkpoint that is whole, so there are no weights to check")
     trained = state["trainer"]

@@ -1,7 +1,8 @@
-"""A run on disk: config, event log, checkpoints, certificates, result."""
+"""A run on disk: its folder, configuration, event log, checkpoints and result."""
 
-from agscl.runs.checkpoints import Checkpoints, digest
-from agscl.runs.folder import DifferentConfig, Run, RunError, WrongOptions, finished_runs, is_finished, read_result
+from agscl.runs.checkpoints import Checkpoints, hash_state
+from agscl.runs.errors import DifferentConfig, RunError, WrongOptions
+from agscl.runs.folder import Run, is_finished, read_finished_runs, read_result
 
 __all__ = [
     "Checkpoints",
@@ -9,8 +10,8 @@ __all__ = [
     "Run",
     "RunError",
     "WrongOptions",
-    "digest",
-    "finished_runs",
+    "hash_state",
     "is_finished",
+    "read_finished_runs",
     "read_result",
 ]

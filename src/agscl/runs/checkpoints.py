@@ -1,7 +1,7 @@
 """Checkpoints: nested state as one safetensors file for the tensors and one JSON file for the rest.
 
 Both are written under a temporary name, flushed to disk and renamed, the JSON file last: a checkpoint exists once its
-JSON file does. That file holds the checksums of both, so a damaged checkpoint is seen and the one before it is used.
+JSON file does. That file holds the checksums of both, so a damaged checkpoint is noticed and the one before it is used.
 """
 
 from __future__ import annotations
@@ -19,81 +19,84 @@ from torch import Tensor
 from agscl.system.files import write_atomically
 
 FORMAT = 1
-OWN = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")
-"""How the files of checkpoints are called; no other is ever removed."""
+CHECKPOINT_FILE = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")
+"""The file names of checkpoints. Files with other names are never removed."""
 
 
-class NotReadable(Exception):
-    """A checkpoint is there and may be whole, but cannot be read here and now."""
+class UnreadableCheckpoint(Exception):
+    """A checkpoint exists and may be intact, but cannot be read here and now (permissions, a newer format)."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest two are kept."""
+    """The checkpoints of one run; only the newest `keep_last` are kept."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep_last: int = 2) -> None:
         self.folder = folder
-        self.keep = keep
+        self.keep_last = keep_last
         self.damaged: dict[int, str] = {}
-        """The checkpoints that `load` passed over, and what it found wrong with each."""
+        """The checkpoints that `load` skipped, and what is wrong with each."""
 
-    def numbers(self) -> list[int]:
-        """Every checkpoint there is, oldest first."""
+    def list_numbers(self) -> list[int]:
+        """The number of every checkpoint, oldest first."""
         return sorted(int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdecimal())
 
     def save(self, state: dict[str, Any]) -> Path:
-        """Write `state` as the newest checkpoint; on an OSError the ones before it are untouched."""
-        plain, tensors = flatten(state)
+        """Write `state` as the newest checkpoint. On an OSError the earlier checkpoints are untouched."""
+        plain, tensors = flatten_state(state)
         data = safetensors.torch.save(tensors)
         body = {"format": FORMAT, "tensors": hashlib.sha256(data).hexdigest(), "state": plain}
-        sealed = {"checksum": _checksum(body), **body}
+        content = {"checksum": _compute_checksum(body), **body}
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        numbers = self.numbers()
-        path = self._json(numbers[-1] + 1 if numbers else 1)
+        numbers = self.list_numbers()
+        path = self._json_path(numbers[-1] + 1 if numbers else 1)
         write_atomically(path.with_suffix(".safetensors"), data, flush=False)
-        write_atomically(path, json.dumps(sealed, allow_nan=False).encode())
-        whole = [number for number in numbers if number not in self.damaged]
-        self._remove_all_but([*whole, int(path.stem)][-self.keep :])
+        write_atomically(path, json.dumps(content, allow_nan=False).encode())
+        intact = [number for number in numbers if number not in self.damaged]
+        self._remove_all_except([*intact, int(path.stem)][-self.keep_last :])
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole, or None. Raises `NotReadable` where one may be whole all the same."""
+        """The newest intact checkpoint, or None. Raises `UnreadableCheckpoint` for one that may be intact."""
         self.damaged = {}
-        for number in reversed(self.numbers()):
+        for number in reversed(self.list_numbers()):
             try:
                 return self._read(number)
             except (FileNotFoundError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
                 self.damaged[number] = str(error)
             except OSError as error:
-                raise NotReadable(f"{error.filename or self._json(number)}: {error.strerror or error}") from error
+                path = error.filename or self._json_path(number)
+                raise UnreadableCheckpoint(f"{path}: {error.strerror or error}") from error
         return None
 
     def _read(self, number: int) -> dict[str, Any]:
-        path = self._json(number)
-        sealed = json.loads(path.read_bytes())
-        body = {key: sealed[key] for key in ("format", "tensors", "state")}
-        if sealed["checksum"] != _checksum(body):
-            raise ValueError(f"{path.name} does not match its checksum")
+        path = self._json_path(number)
+        content = json.loads(path.read_bytes())
+        body = {key: content[key] for key in ("format", "tensors", "state")}
+        if content["checksum"] != _compute_checksum(body):
+            raise ValueError(f"checksum mismatch in {path.name}")
         if body["format"] != FORMAT:
-            raise NotReadable(f"{path} has format {body['format']}, which another version of agscl wrote: use that one")
+            raise UnreadableCheckpoint(
+                f"{path} has checkpoint format {body['format']}, written by another version of agscl: use that version"
+            )
         data = path.with_suffix(".safetensors").read_bytes()
         if hashlib.sha256(data).hexdigest() != body["tensors"]:
-            raise ValueError(f"{path.stem}.safetensors does not match its checksum")
-        state: dict[str, Any] = unflatten(body["state"], safetensors.torch.load(data))
+            raise ValueError(f"checksum mismatch in {path.stem}.safetensors")
+        state: dict[str, Any] = unflatten_state(body["state"], safetensors.torch.load(data))
         return state
 
-    def _json(self, number: int) -> Path:
+    def _json_path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
 
-    def _remove_all_but(self, kept: list[int]) -> None:
+    def _remove_all_except(self, numbers: list[int]) -> None:
         for path in self.folder.iterdir():
-            named = OWN.fullmatch(path.name)
-            if named and (named[3] or int(named[1]) not in kept) and path.is_file():
+            match = CHECKPOINT_FILE.fullmatch(path.name)
+            if match and (match[3] or int(match[1]) not in numbers) and path.is_file():
                 path.unlink(missing_ok=True)
 
 
-def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """`state` with a place-holder for every tensor (and for every infinite float), and the tensors by their path."""
+def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """`state` with a placeholder for every tensor (and for every infinite float), and the tensors by their path."""
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:
@@ -116,23 +119,23 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return walk(state, ""), tensors
 
 
-def unflatten(plain: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `flatten`; tuples come back as lists."""
+def unflatten_state(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `flatten_state`; tuples come back as lists."""
     if isinstance(plain, list):
-        return [unflatten(item, tensors) for item in plain]
+        return [unflatten_state(item, tensors) for item in plain]
     if isinstance(plain, dict):
         if "$tensor" in plain:
             return tensors[plain["$tensor"]]
         if "$float" in plain:
             return float(plain["$float"])
-        return {key: unflatten(item, tensors) for key, item in plain.items()}
+        return {key: unflatten_state(item, tensors) for key, item in plain.items()}
     return plain
 
 
-def digest(state: Any) -> str:
+def hash_state(state: Any) -> str:
     """sha256 of a nested state: every name, dtype, shape and bit."""
-    plain, tensors = flatten(state)
-    total = hashlib.sha256(_canonical(plain))
+    plain, tensors = flatten_state(state)
+    total = hashlib.sha256(_as_canonical_json(plain))
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -140,12 +143,12 @@ def digest(state: Any) -> str:
     return total.hexdigest()
 
 
-def _canonical(plain: Any) -> bytes:
+def _as_canonical_json(plain: Any) -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(body)).hexdigest()
+def _compute_checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_as_canonical_json(body)).hexdigest()
 
 
 def _escape(key: str) -> str:

@@ -1,4 +1,4 @@
-"""The event log: one JSON object per line, only ever appended to."""
+"""The event log: one JSON object per line, appended to."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from agscl.system.files import as_json
 
 TAIL = 2**16
-"""Bytes at the end of a log that hold its last event for certain."""
+"""Bytes read from the end of a log to get its last event; an event is much shorter."""
 
 
 class EventLog:
-    """Appends events to a file that may be cut back to an earlier length when a run is resumed."""
+    """Appends events to a file, which is truncated to an earlier length when a run is resumed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Open for the life of the run. Unbuffered: what a full disk refused must not be tried again on closing.
+        # Open as long as the run. Unbuffered: what a full disk refused must not be written again on closing.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, event: dict[str, Any]) -> None:
@@ -27,12 +27,12 @@ class EventLog:
         while line:
             line = line[self._file.write(line) :]
 
-    def length(self) -> int:
-        """Bytes so far, all of them safely on disk."""
+    def sync(self) -> int:
+        """Flush the log to disk and return its length in bytes."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Drop what was logged after `length`: a resumed run logs it again."""
         self._file.truncate(min(length, self.path.stat().st_size))
         self._file.seek(0, os.SEEK_END)
@@ -42,7 +42,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a log; lines that are damaged are left out, as is a last one cut short by a dead process."""
+    """The events of a log, without damaged lines and without a last line cut short by a killed process."""
     with open(path, "rb") as file:
         for line in file:
             try:
@@ -53,13 +53,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def last_event(path: Path) -> dict[str, Any] | None:
-    """The newest whole event of a log that another process may be writing."""
+def read_last_event(path: Path) -> dict[str, Any] | None:
+    """The last complete event of a log that another process may be writing."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
-            whole = file.read().rpartition(b"\n")[0]
-        last: dict[str, Any] = json.loads(whole.rpartition(b"\n")[2])
+            complete = file.read().rpartition(b"\n")[0]
+        event: dict[str, Any] = json.loads(complete.rpartition(b"\n")[2])
     except (OSError, ValueError):
         return None
-    return last
+    return event
