@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help run test check bench docs slow nightly clean
+.PHONY: help run check test slow nightly wheel bench docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -29,15 +29,18 @@ test: check  ## check, then every quick test
 slow: $(READY)  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
+nightly: slow  ## the slow tests, then the whole contract: every method, network and optimizer; about an hour on two cores
+	$(BIN)/python benchmarks/contract.py --jobs 2
+
+wheel: $(READY)  ## dist/: the wheel and the source archive
+	$(BIN)/hatchling build --clean
+
 bench: $(READY)  ## what each method adds to a training step, and what its importances take
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/methods.py
 
-nightly: slow  ## the slow tests, then the whole contract: every method, network and optimizer; about an hour on two cores
-	$(BIN)/python benchmarks/contract.py --jobs 2
-
 docs: $(READY)  ## the tables and figures of README and docs/, made from results/
 	$(BIN)/python docs/make_docs.py
 
-clean:  ## remove the environment and caches, never runs/
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean:  ## remove the environment, dist/ and caches, never runs/
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
