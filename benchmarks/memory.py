@@ -1,5 +1,5 @@
-"""What every method holds between tasks for every network: foretold after the paper's number of tasks, and really held
-after two tasks of random images, with which the forecast must agree.
+"""What every method stores between tasks for every network: a forecast for the paper's number of tasks, and what the
+method reports after two tasks of random images, with which the forecast must agree.
 
 python benchmarks/memory.py [--networks mlp,cifar]
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from measured import record
 
 from agscl import MultiHead, NodeGraph
-from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast
+from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
 from agscl.methods._parts.lifecycle import Method, NodeMethod
 from agscl.networks import NETWORKS
@@ -51,10 +51,10 @@ def outline_of(name: str) -> Outline:
     model = model_of(name)
     model.add_head("t0", TASKS[name][1])
     example = (torch.zeros(2, *model.trunk.input_shape), "t0")
-    return Outline.of(NodeGraph(model, example), example)
+    return Outline.from_graph(NodeGraph(model, example), example)
 
 
-def held(network: str, name: str, settings: dict[str, Any]) -> list[dict[str, int]]:
+def train_and_report(network: str, name: str, settings: dict[str, Any]) -> list[dict[str, int]]:
     """What the method itself reports after each of two tasks, one step each."""
     torch.manual_seed(0)
     model, kind = model_of(network), METHODS[name].load()
@@ -78,10 +78,10 @@ def held(network: str, name: str, settings: dict[str, Any]) -> list[dict[str, in
     return found
 
 
-def agrees(foretold: Memory, told: dict[str, int]) -> bool:
-    return foretold.counts.keys() == told.keys() and all(
-        told[purpose] <= count if purpose in foretold.at_most else told[purpose] == count
-        for purpose, count in foretold.counts.items()
+def agrees(forecast: Memory, reported: dict[str, int]) -> bool:
+    return forecast.counts.keys() == reported.keys() and all(
+        reported[purpose] <= count if purpose in forecast.upper_bounds else reported[purpose] == count
+        for purpose, count in forecast.counts.items()
     )
 
 
@@ -98,17 +98,19 @@ def main() -> None:
         rows: dict[str, Any] = {}
         for row, (name, settings) in METHODS_AND_SETTINGS.items():
             began = time.monotonic()
-            whole, told = forecast(name, outline, tasks, settings), held(network, name, settings)
-            good = all(agrees(forecast(name, outline, n, settings), each) for n, each in enumerate(told, start=1))
+            whole, told = forecast_memory(name, outline, tasks, settings), train_and_report(network, name, settings)
+            good = all(
+                agrees(forecast_memory(name, outline, n, settings), each) for n, each in enumerate(told, start=1)
+            )
             disagree += [] if good else [f"{network} {row}"]
             rows[row] = {
-                "counts": dict(whole.counts),
-                "at_most": sorted(whole.at_most),
-                "everything": whole.everything,
-                "held_after_two_tasks": told[-1],
+                "counts": dict(forecast.counts),
+                "at_most": sorted(forecast.upper_bounds),
+                "everything": forecast.total,
+                "held_after_two_tasks": reports[-1],
                 "agrees": good,
             }
-            print(f"{network:<9} {row:<18} {whole.bytes:>13,} bytes, {time.monotonic() - began:.1f} s", flush=True)
+            print(f"{network:<9} {row:<18} {forecast.bytes:>13,} bytes, {time.monotonic() - began:.1f} s", flush=True)
         networks[network] = {
             "tasks": tasks,
             "nodes": outline.groups,
@@ -117,7 +119,7 @@ def main() -> None:
         }
     record(arguments.out, {"images": IMAGES, "networks": networks})
     if disagree:
-        sys.exit(f"held otherwise than foretold: {', '.join(disagree)}")
+        sys.exit(f"the forecast is wrong for: {', '.join(disagree)}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import MultiHead, NodeGraph
-from agscl.analysis.memory import COMMON, FORECASTS, Memory, Outline, forecast
+from agscl.analysis.memory import COMMON_PURPOSES, FORECASTS, Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
 from agscl.methods._parts.lifecycle import Method, NodeMethod
 from agscl.networks import NETWORKS
@@ -77,7 +77,7 @@ class Net:
         example = (*example, "t0") if self.heads is None else example
         with torch.no_grad():
             model(*example)
-        return Outline.of(NodeGraph(model, example, heads=self.heads), example)
+        return Outline.from_graph(NodeGraph(model, example, heads=self.heads), example)
 
 
 def bottom_frozen() -> nn.Module:
@@ -123,22 +123,22 @@ def learn(net: Net, name: str, tasks: int, settings: dict[str, Any]) -> list[dic
     return found
 
 
-def check(foretold: Memory, told: dict[str, int]) -> None:
+def check(forecast: Memory, reported: dict[str, int]) -> None:
     """The same purposes, and the same count of each, or no more where it depends on training."""
-    assert foretold.counts.keys() == told.keys()
-    for purpose, count in foretold.counts.items():
-        if purpose in foretold.at_most:
-            assert told[purpose] <= count, purpose
+    assert forecast.counts.keys() == reported.keys()
+    for purpose, count in forecast.counts.items():
+        if purpose in forecast.upper_bounds:
+            assert reported[purpose] <= count, purpose
         else:
-            assert told[purpose] == count, purpose
+            assert reported[purpose] == count, purpose
 
 
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
 @pytest.mark.parametrize("name", USABLE)
-def test_what_is_foretold_is_what_the_method_reports_after_every_real_task(name, net):
+def test_the_forecast_is_what_the_method_reports_after_every_real_task(name, net):
     outline = net.outline()
-    for tasks, told in enumerate(learn(net, name, 3, {}), start=1):
-        check(forecast(name, outline, tasks), told)
+    for tasks, reported in enumerate(learn(net, name, 3, {}), start=1):
+        check(forecast_memory(name, outline, tasks), reported)
 
 
 @pytest.mark.parametrize(
@@ -151,20 +151,20 @@ def test_what_is_foretold_is_what_the_method_reports_after_every_real_task(name,
         ("gpm", {"samples": 5}),
     ],
 )
-def test_settings_that_change_the_memory_are_foretold_too(name, settings):
+def test_settings_that_change_the_memory_change_the_forecast(name, settings):
     net = NETS["convolutions and BatchNorm"]
     outline = net.outline()
-    for tasks, told in enumerate(learn(net, name, 2, settings), start=1):
-        check(forecast(name, outline, tasks, settings), told)
+    for tasks, reported in enumerate(learn(net, name, 2, settings), start=1):
+        check(forecast_memory(name, outline, tasks, settings), reported)
     if "samples" not in settings and settings.get("batchnorm") != "shared":
-        assert forecast(name, outline, 2, settings) != forecast(name, outline, 2)
+        assert forecast_memory(name, outline, 2, settings) != forecast_memory(name, outline, 2)
 
 
 @pytest.mark.parametrize("name", USABLE)
 def test_bytes_are_those_of_the_models_own_precision(name):
     net = replace(NETS["dense"], dtype=torch.float64)
-    (told,) = learn(net, name, 1, {})
-    check(forecast(name, net.outline(), 1), told)
+    (reported,) = learn(net, name, 1, {})
+    check(forecast_memory(name, net.outline(), 1), reported)
 
 
 def test_agscl_reaches_its_bound_when_every_node_is_important_and_stays_below_it_otherwise():
@@ -176,38 +176,38 @@ def test_agscl_reaches_its_bound_when_every_node_is_important_and_stays_below_it
             nn.init.constant_(layer.bias, bias)
         return model
 
-    bound = forecast("agscl", net.outline(), 1)
-    (told,) = learn(Net(lively, net.shape), "agscl", 1, {"mu": 0.0})
-    assert told == bound.counts
-    (told,) = learn(net, "agscl", 1, {"mu": 25.0})
-    assert told["anchors"] < bound.counts["anchors"]
-    assert bound.bytes - told["bytes"] == 4 * (bound.counts["anchors"] - told["anchors"])
-    assert told["importances"] == bound.importances
+    bound = forecast_memory("agscl", net.outline(), 1)
+    (reported,) = learn(Net(lively, net.shape), "agscl", 1, {"mu": 0.0})
+    assert reported == bound.counts
+    (reported,) = learn(net, "agscl", 1, {"mu": 25.0})
+    assert reported["anchors"] < bound.counts["anchors"]
+    assert bound.bytes - reported["bytes"] == 4 * (bound.counts["anchors"] - reported["anchors"])
+    assert reported["importances"] == bound.importances
 
 
 def test_gpm_reaches_its_bound_where_every_direction_counts():
     net = NETS["dense"]
     outline = net.outline()
-    (told,) = learn(net, "gpm", 1, {"samples": 4, "threshold": 1.0})
-    bound = forecast("gpm", outline, 1, {"samples": 4})
+    (reported,) = learn(net, "gpm", 1, {"samples": 4, "threshold": 1.0})
+    bound = forecast_memory("gpm", outline, 1, {"samples": 4})
     assert bound.counts["bases"] == 6 * 4 + 10 * 4
-    assert told["bases"] == bound.counts["bases"]
-    assert forecast("gpm", outline, 50).counts["bases"] == 6 * 6 + 10 * 10, "no more directions than columns"
+    assert reported["bases"] == bound.counts["bases"]
+    assert forecast_memory("gpm", outline, 50).counts["bases"] == 6 * 6 + 10 * 10, "no more directions than columns"
 
 
 def test_every_method_has_a_forecast_and_reports_the_common_purposes():
     assert list(FORECASTS) == USABLE
     for name in USABLE:
         model = NETS["dense"].make()
-        assert {*COMMON, "bytes"} <= METHODS[name].load()(model).memory().keys()
+        assert {*COMMON_PURPOSES, "bytes"} <= METHODS[name].load()(model).memory().keys()
 
 
 def test_after_no_task_or_for_an_unknown_method_there_is_no_forecast():
     outline = NETS["dense"].outline()
-    with pytest.raises(ValueError, match="after its first task, not after 0"):
-        forecast("ewc", outline, 0)
-    with pytest.raises(ValueError, match="nothing is known of the memory of 'joint'"):
-        forecast("joint", outline, 1)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        forecast_memory("ewc", outline, 0)
+    with pytest.raises(ValueError, match="no memory forecast for method 'joint'"):
+        forecast_memory("joint", outline, 1)
 
 
 def test_for_alexnet_agscl_keeps_9344_importances_where_ewc_keeps_57_million():
@@ -215,15 +215,15 @@ def test_for_alexnet_agscl_keeps_9344_importances_where_ewc_keeps_57_million():
     model = MultiHead(trunk, features=trunk.features)
     model.add_head("birds", 20)
     example = (torch.zeros(2, 3, 63, 63), "birds")  # the graph is that of 224×224, and sooner found
-    outline = Outline.of(NodeGraph(model, example), example)
-    ours, theirs = forecast("agscl", outline, 10), forecast("ewc", outline, 10)
+    outline = Outline.from_graph(NodeGraph(model, example), example)
+    ours, theirs = forecast_memory("agscl", outline, 10), forecast_memory("ewc", outline, 10)
     assert (ours.importances, theirs.importances) == (9_344, 57_003_840)
-    assert theirs.everything == 114_007_680
-    assert theirs.importances / ours.importances < 10**4 < theirs.everything / ours.importances
-    assert ours.everything == 57_003_840 + 2 * 9_344
-    assert "anchors" in ours.at_most
+    assert theirs.total == 114_007_680
+    assert theirs.importances / ours.importances < 10**4 < theirs.total / ours.importances
+    assert ours.total == 57_003_840 + 2 * 9_344
+    assert "anchors" in ours.upper_bounds
 
 
 def test_everything_counts_all_numbers_but_neither_digests_nor_bytes():
     kept = Memory({"importances": 10, "anchors": 300, "masks": 10, "bases": 7, "digests": 160, "bytes": 99_999})
-    assert (kept.importances, kept.everything, kept.others, kept.bytes) == (10, 327, {"bases": 7}, 99_999)
+    assert (kept.importances, kept.total, kept.other_counts, kept.bytes) == (10, 327, {"bases": 7}, 99_999)

@@ -653,12 +653,12 @@ def test_inspect_of_alexnet_shows_9344_importances_against_57_million_in_one_com
 
 
 def test_numbers_too_long_for_the_terminal_are_shortened():
-    from agscl.analysis.memory import FORECASTS, Amount, Layer, Outline, forecast
+    from agscl.analysis.memory import FORECASTS, Amount, LayerInputs, Outline, forecast_memory
     from agscl.cli.terminal import _held, console
 
-    many, layers = Amount(4 * 10**9, 16 * 10**9), (Layer(1, 10**5, (100,), 4),)
+    many, layers = Amount(4 * 10**9, 16 * 10**9), (LayerInputs(1, 10**5, (100,), 4),)
     outline = Outline(weights=many, packed=many.numbers, groups=10**5, incoming=many, layers=layers)
-    kept = {name: forecast(name, outline, 3) for name in FORECASTS}
+    kept = {name: forecast_memory(name, outline, 3) for name in FORECASTS}
     with console.capture() as captured:
         console.print(_held("", kept))
     assert "8,000.0 M" in captured.get()

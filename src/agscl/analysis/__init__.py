@@ -1,1 +1,1 @@
-"""What a finished run says about forgetting and learning."""
+"""What a run shows: metrics, memory, and which nodes matter."""

@@ -1,6 +1,6 @@
-"""What methods keep between tasks: told by a method itself (`memory()`), or foretold for a model, for every method.
+"""What methods store between tasks: as a method reports it itself (`memory()`), or forecast for a model and any method.
 
-A forecast is exact but for what depends on training, where it is the most that can be: AGS-CL keeps the anchors of
+A forecast is exact, except for counts that depend on training, where it is an upper bound: AGS-CL stores the anchors of
 important nodes only, and GPM as many directions as the data has.
 """
 
@@ -19,24 +19,24 @@ from agscl.graph.probing import LAYERS, undisturbed
 from agscl.methods._parts.batchnorm import norms_with_statistics
 from agscl.methods.gpm import CHUNK, COLUMNS, GPMConfig
 
-__all__ = ["COMMON", "FORECASTS", "WEIGHT_WISE", "Memory", "Outline", "forecast"]
+__all__ = ["COMMON_PURPOSES", "FORECASTS", "WEIGHT_WISE", "Memory", "Outline", "forecast_memory"]
 
-COMMON = ("importances", "anchors", "masks", "embeddings")
-"""What every method's `memory()` counts; what else one has, it counts under a name of its own."""
+COMMON_PURPOSES = ("importances", "anchors", "masks", "embeddings")
+"""What every method's `memory()` counts. A method counts anything else under another name."""
 WEIGHT_WISE = ("ewc", "si", "rwalk", "mas")
 """The methods that the paper compares its memory with: importances for every weight."""
-IN_BYTES = ("digests", "bytes")
-"""Entries of `memory()` that are no count of numbers."""
-DIGEST = 16  # bytes
+BYTE_ENTRIES = ("digests", "bytes")
+"""Entries of `memory()` that count bytes, not numbers."""
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a method keeps between tasks, counted as by its `memory()`; an entry of a mask counts as one number."""
+    """What a method stores between tasks, counted as by its `memory()`; an entry of a mask counts as one number."""
 
     counts: Mapping[str, int]
-    at_most: frozenset[str] = frozenset()
-    """The counts that depend on training and are upper bounds here."""
+    upper_bounds: frozenset[str] = frozenset()
+    """The counts that depend on training; here they are upper bounds."""
 
     @property
     def importances(self) -> int:
@@ -44,14 +44,15 @@ class Memory:
         return self.counts.get("importances", 0)
 
     @property
-    def everything(self) -> int:
-        """All numbers: importances, anchors, masks, embeddings and what else there is."""
-        return sum(count for purpose, count in self.counts.items() if purpose not in IN_BYTES)
+    def total(self) -> int:
+        """All numbers, for whatever purpose."""
+        return sum(count for purpose, count in self.counts.items() if purpose not in BYTE_ENTRIES)
 
     @property
-    def others(self) -> dict[str, int]:
-        """Numbers kept for purposes that not every method has."""
-        return {p: count for p, count in self.counts.items() if count and p not in (*COMMON, *IN_BYTES)}
+    def other_counts(self) -> dict[str, int]:
+        """Numbers stored for purposes that not every method has."""
+        common = (*COMMON_PURPOSES, *BYTE_ENTRIES)
+        return {purpose: count for purpose, count in self.counts.items() if count and purpose not in common}
 
     @property
     def bytes(self) -> int:
@@ -59,84 +60,87 @@ class Memory:
 
 
 class Amount(NamedTuple):
-    """Numbers, and the bytes that they take."""
+    """How many numbers, and how many bytes they take."""
 
     numbers: int = 0
     bytes: int = 0
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Self:
-        sizes = [(t.numel(), t.numel() * t.element_size()) for t in tensors]
+    def from_tensors(cls, tensors: Iterable[Tensor]) -> Self:
+        sizes = [(tensor.numel(), tensor.numel() * tensor.element_size()) for tensor in tensors]
         return cls(sum(numbers for numbers, _ in sizes), sum(size for _, size in sizes))
 
     def times(self, count: int) -> Amount:
         return Amount(count * self.numbers, count * self.bytes)
 
 
-NONE = Amount()
+ZERO = Amount()
 
 
-class Layer(NamedTuple):
-    """A layer of the trunk, as GPM sees it."""
+class LayerInputs(NamedTuple):
+    """The inputs of a trunk layer, from which GPM takes its directions."""
 
     groups: int
+    """Groups of a grouped convolution; 1 elsewhere."""
     columns: int
+    """Columns of its weight matrix."""
     positions: tuple[int, ...]
-    """Of each call in a forward pass, how many inputs one sample gives it."""
-    size: int
-    """Bytes of a number."""
+    """For each call in a forward pass, how many input rows one sample gives."""
+    bytes_per_number: int
 
 
 @dataclass(frozen=True)
 class Outline:
-    """All of a model that decides how much a method keeps for it."""
+    """Everything about a model that decides how much a method stores for it."""
 
-    weights: Amount = NONE
-    """Trained weights outside the heads, or with the head that all tasks share: what weight-wise methods hold."""
+    weights: Amount = ZERO
+    """Trained weights outside the heads, plus a head shared by all tasks: what weight-wise methods store."""
     packed: int = 0
-    """Weights that PackNet gives to tasks."""
+    """Weights that PackNet assigns to tasks."""
     groups: int = 0
-    """Nodes, or groups of them."""
-    incoming: Amount = NONE
+    """Nodes, or groups of nodes."""
+    incoming: Amount = ZERO
     """All nodes' incoming weights."""
     digests: int = 0
     """Digests per group."""
-    statistics: Amount = NONE
+    statistics: Amount = ZERO
     """BatchNorm statistics of one task."""
-    layers: tuple[Layer, ...] = ()
-    real: int = field(default_factory=lambda: torch.get_default_dtype().itemsize)
+    layers: tuple[LayerInputs, ...] = ()
+    default_bytes: int = field(default_factory=lambda: torch.get_default_dtype().itemsize)
     """Bytes of a number that belongs to no weight."""
 
     @classmethod
-    def of(cls, graph: NodeGraph, arguments: tuple[Any, ...]) -> Self:
-        """The outline of the graph's model, whose forward pass takes `arguments`; it runs once."""
+    def from_graph(cls, graph: NodeGraph, arguments: tuple[Any, ...]) -> Self:
+        """The outline of the graph's model. Runs the model once, on `arguments`."""
         model, heads = graph.model, graph.heads
         if heads is None:
-            raise ValueError("the model has no head: put it into a MultiHead, or say where its heads are")
-        own = {id(p) for p in heads.parameters(graph._tasks).values()}
-        trunk = {name: p for name, p in model.named_parameters() if id(p) not in own}
-        held = [p for p in model.parameters() if p.requires_grad and (heads.shared or id(p) not in own)]
+            raise ValueError("the model has no head: wrap it in a MultiHead, or name its heads with heads=")
+        head_ids = {id(p) for p in heads.parameters(graph._tasks).values()}
+        trunk = {name: p for name, p in model.named_parameters() if id(p) not in head_ids}
+        weights = [p for p in model.parameters() if p.requires_grad and (heads.shared or id(p) not in head_ids)]
         packed = [p for name, p in trunk.items() if p.requires_grad and p.dim() > 1 and name.endswith("weight")]
         return cls(
-            weights=Amount.of(held),
+            weights=Amount.from_tensors(weights),
             packed=sum(p.numel() for p in packed),
             groups=graph.size,
-            incoming=Amount.of(p for _, p, _ in graph.parameters()),
+            incoming=Amount.from_tensors(p for _, p, _ in graph.parameters()),
             digests=2 if graph.norms else 1,
-            statistics=Amount.of(_statistics(model, () if heads.shared else graph._head_names)),
-            layers=tuple(_layers(model, arguments, {id(p) for p in trunk.values()})),
+            statistics=Amount.from_tensors(_list_statistics(model, () if heads.shared else graph._head_names)),
+            layers=tuple(_measure_layers(model, arguments, {id(p) for p in trunk.values()})),
         )
 
 
-def _statistics(model: nn.Module, heads: Iterable[str]) -> list[Tensor]:
+def _list_statistics(model: nn.Module, heads: Iterable[str]) -> list[Tensor]:
+    """The BatchNorm statistics outside the heads."""
     norms = norms_with_statistics(model).items()
     outside = [norm for name, norm in norms if not any(name == head or name.startswith(f"{head}.") for head in heads)]
     return [buffer for norm in outside for buffer in norm.buffers(recurse=False)]
 
 
-def _layers(model: nn.Module, arguments: tuple[Any, ...], trunk: set[int]) -> Iterable[Layer]:
+def _measure_layers(model: nn.Module, arguments: tuple[Any, ...], trunk: set[int]) -> Iterable[LayerInputs]:
+    """Run the model and record the inputs of each layer whose weight is in `trunk` (a set of ids)."""
     calls: dict[nn.Module, list[int]] = {}
-    samples = len(next(given for given in arguments if isinstance(given, Tensor)))
+    samples = len(next(argument for argument in arguments if isinstance(argument, Tensor)))
 
     def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
         calls.setdefault(layer, []).append(output.numel() // (samples * len(layer.get_parameter("weight"))))
@@ -151,89 +155,95 @@ def _layers(model: nn.Module, arguments: tuple[Any, ...], trunk: set[int]) -> It
             handle.remove()
     for layer, positions in calls.items():
         weight, groups = layer.get_parameter("weight"), int(getattr(layer, "groups", 1))
-        yield Layer(groups, weight[0].numel(), tuple(positions), weight.element_size())
+        yield LayerInputs(groups, weight[0].numel(), tuple(positions), weight.element_size())
 
 
 # The forecasts -------------------------------------------------------------------------------------------------------
 
 
-def forecast(method: str, outline: Outline, tasks: int, settings: Mapping[str, Any] | None = None) -> Memory:
-    """What `method`, by its name, keeps after so many tasks with these of its settings."""
+def forecast_memory(method: str, outline: Outline, tasks: int, settings: Mapping[str, Any] | None = None) -> Memory:
+    """What `method`, given by its name, stores after so many tasks with these settings."""
     if tasks < 1:
-        raise ValueError(f"a method keeps something after its first task, not after {tasks}")
+        raise ValueError(f"tasks must be at least 1, not {tasks}")
     if method not in FORECASTS:
-        raise ValueError(f"nothing is known of the memory of {method!r}; of: {', '.join(FORECASTS)}")
+        raise ValueError(f"no memory forecast for method {method!r}. Available: {', '.join(FORECASTS)}")
     return FORECASTS[method](outline, tasks, settings or {})
 
 
-def _memory(at_most: Iterable[str] = (), /, **counts: int) -> Memory:
-    return Memory({**dict.fromkeys((*COMMON, "bytes"), 0), **counts}, frozenset(at_most))
+def _make_memory(upper_bounds: Iterable[str] = (), /, **counts: int) -> Memory:
+    return Memory({**dict.fromkeys((*COMMON_PURPOSES, "bytes"), 0), **counts}, frozenset(upper_bounds))
 
 
 def _agscl(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-    """Ω, and the first task it was important in as 32 bits, of each group; anchors of the important ones."""
-    start = outline.incoming if settings.get("fresh") == "start" else NONE
-    digests = DIGEST * outline.digests * outline.groups
-    return _memory(
+    """For each group Ω and, in 32 bits, the first task it was important in; anchors of the important groups."""
+    start = outline.incoming if settings.get("fresh") == "start" else ZERO
+    digests = DIGEST_BYTES * outline.digests * outline.groups
+    return _make_memory(
         ["anchors", "bytes"],
         importances=outline.groups,
         anchors=outline.incoming.numbers,
         masks=outline.groups,
         start=start.numbers,
         digests=digests,
-        bytes=outline.groups * (outline.real + 4) + outline.incoming.bytes + start.bytes + digests,
+        bytes=outline.groups * (outline.default_bytes + 4) + outline.incoming.bytes + start.bytes + digests,
     )
 
 
 def _per_weight(importances: int) -> Callable[[Outline, int, Mapping[str, Any]], Memory]:
-    """So many importances, and an anchor, of each weight; BatchNorm statistics of each task where it has its own."""
+    """So many importances and one anchor for each weight; BatchNorm statistics of each task with batchnorm=per_task."""
 
-    def kept(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        own = outline.statistics.times(tasks) if settings.get("batchnorm") == "per_task" else NONE
-        return _memory(
+    def forecast(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        statistics = outline.statistics.times(tasks) if settings.get("batchnorm") == "per_task" else ZERO
+        return _make_memory(
             importances=importances * outline.weights.numbers,
             anchors=outline.weights.numbers,
-            bytes=(importances + 1) * outline.weights.bytes + own.bytes,
-            **({"statistics": own.numbers} if own.numbers else {}),
+            bytes=(importances + 1) * outline.weights.bytes + statistics.bytes,
+            **({"statistics": statistics.numbers} if statistics.numbers else {}),
         )
 
-    return kept
+    return forecast
 
 
 def _hat(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-    """An embedding of each group for each task, and the largest mask of all tasks."""
+    """An embedding of each group for each task, and the elementwise maximum of all tasks' masks."""
     numbers = (tasks + 1) * outline.groups
-    return _memory(masks=outline.groups, embeddings=tasks * outline.groups, statistics=0, bytes=numbers * outline.real)
+    return _make_memory(
+        masks=outline.groups,
+        embeddings=tasks * outline.groups,
+        statistics=0,
+        bytes=numbers * outline.default_bytes,
+    )
 
 
 def _packnet(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-    """The owner of each weight, in one byte."""
-    return _memory(masks=outline.packed, bytes=outline.packed)
+    """The task that owns each weight, in one byte."""
+    return _make_memory(masks=outline.packed, bytes=outline.packed)
 
 
 def _gpm(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-    """Of each layer, at most as many directions as it has columns, or as inputs were drawn from all tasks."""
+    """For each layer at most as many directions as it has columns, or as inputs were drawn over all tasks."""
     samples = settings.get("samples", GPMConfig.samples)
     numbers = size = 0
     for layer in outline.layers:
-        count = layer.groups * layer.columns * min(layer.columns, tasks * _drawn(layer.positions, samples))
-        numbers, size = numbers + count, size + count * layer.size
-    return _memory(["bases", "bytes"], bases=numbers, bytes=size)
+        directions = min(layer.columns, tasks * _max_inputs_drawn(layer.positions, samples))
+        count = layer.groups * layer.columns * directions
+        numbers, size = numbers + count, size + count * layer.bytes_per_number
+    return _make_memory(["bases", "bytes"], bases=numbers, bytes=size)
 
 
-def _drawn(positions: tuple[int, ...], samples: int) -> int:
-    """Inputs of a layer that GPM draws from a task at the most, whose data may be fewer than `samples`."""
+def _max_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
+    """The most inputs of a layer that GPM draws from one task; a task may have fewer than `samples` examples."""
 
-    def of(count: int) -> int:
+    def inputs_drawn(count: int) -> int:
         limit = math.ceil(COLUMNS * min(CHUNK, count) / count)
-        chunks = [min(CHUNK, count - at) for at in range(0, count, CHUNK)]
+        chunks = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
         return sum(min(chunk * each, limit) for chunk in chunks for each in positions)
 
-    return max(of(count) for count in range(1, samples + 1))
+    return max(inputs_drawn(count) for count in range(1, samples + 1))
 
 
 def _nothing(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-    return _memory()
+    return _make_memory()
 
 
 FORECASTS: dict[str, Callable[[Outline, int, Mapping[str, Any]], Memory]] = {
@@ -244,7 +254,7 @@ FORECASTS: dict[str, Callable[[Outline, int, Mapping[str, Any]], Memory]] = {
     "mas": _per_weight(1),  # Ω
     "hat": _hat,
     "packnet": _packnet,
-    "lwf": _nothing,  # its copy of the trunk is there while a task is learned
+    "lwf": _nothing,  # its copy of the trunk lives only while a task is trained
     "l2": _per_weight(0),
     "gpm": _gpm,
     "frozen": _nothing,

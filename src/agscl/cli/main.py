@@ -537,7 +537,7 @@ def inspect(
         exclude: Layers to leave out of the nodes.
         runs: The folder that holds all runs.
     """
-    from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast
+    from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast_memory
     from agscl.cli.terminal import memory, say
     from agscl.graph.nodes import NodeGraph, NodeGraphError
 
@@ -549,7 +549,7 @@ def inspect(
     model, example = _with_a_head(bare, given, heads)
     try:
         graph = NodeGraph(model, example, heads=heads, exclude=exclude)
-        outline = Outline.of(graph, example if isinstance(example, tuple) else (example,))
+        outline = Outline.from_graph(graph, example if isinstance(example, tuple) else (example,))
     except NodeGraphError as error:
         hint = _about_the_output_layer(what, input_shape, bare, given, error.layer)
         raise WrongUse(hint or str(error)) from error
@@ -557,11 +557,11 @@ def inspect(
         raise WrongUse(f"the model's nodes could not be found: {type(error).__name__}: {error}") from error
     say(str(graph))
     if result is None:
-        memory({name: forecast(name, outline, tasks or 10) for name in FORECASTS}, tasks or 10)
+        memory({name: forecast_memory(name, outline, tasks or 10) for name in FORECASTS}, tasks or 10)
         return DONE
     method, settings = result["config"]["method"], _settings_of(result["config"])
     learned = len(result["tasks"])
-    foretold = {name: forecast(name, outline, learned, settings.get(name)) for name in FORECASTS}
+    foretold = {name: forecast_memory(name, outline, learned, settings.get(name)) for name in FORECASTS}
     if method in FORECASTS:
         memory(foretold, learned, (method, Memory(result["methods"][method]["memory"])))
     else:

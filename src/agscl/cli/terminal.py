@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agscl.analysis.memory import COMMON, WEIGHT_WISE, Amount, Memory, Outline, forecast
+from agscl.analysis.memory import COMMON_PURPOSES, WEIGHT_WISE, Amount, Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def _capacity(names: list[str], statistics: list[dict[str, Any]]) -> Table:
 def _beside(method: str, counts: Mapping[str, int], weights: int) -> dict[str, Memory]:
     """What a run's method held, and what the weight-wise ones hold for its trunk, by title."""
     outline = Outline(weights=Amount(weights, weights * torch.get_default_dtype().itemsize))
-    others = {TITLES[name]: forecast(name, outline, 1) for name in WEIGHT_WISE if name != method}
+    others = {TITLES[name]: forecast_memory(name, outline, 1) for name in WEIGHT_WISE if name != method}
     return {TITLES[method]: Memory(counts), **others}
 
 
@@ -350,16 +350,20 @@ def _held(title: str, kept: Mapping[str, Memory]) -> Table:
     def cells(each: Memory, count: Callable[[int], str]) -> dict[str, str]:
         def shown(purposes: Sequence[str]) -> str:
             number = sum(each.counts.get(purpose, 0) for purpose in purposes)
-            bound = any(each.counts.get(purpose) for purpose in each.at_most.intersection(purposes))
+            bound = any(each.counts.get(purpose) for purpose in each.upper_bounds.intersection(purposes))
             return ("≤" if bound else "") + count(number) if number else "–"
 
-        bound = "≤" if each.bytes and "bytes" in each.at_most else ""
-        found = {purpose: shown([purpose]) for purpose in COMMON} | {"other": shown(list(each.others))}
+        bound = "≤" if each.bytes and "bytes" in each.upper_bounds else ""
+        found = {purpose: shown([purpose]) for purpose in COMMON_PURPOSES} | {"other": shown(list(each.other_counts))}
         return found | {"bytes": bound + _bytes(each.bytes) if each.bytes else "–"}
 
     def made(count: Callable[[int], str], padding: int) -> Table:
         rows = {name: cells(each, count) for name, each in kept.items()}
-        used = [column for column in (*COMMON, "other", "bytes") if any(row[column] != "–" for row in rows.values())]
+        used = [
+            column
+            for column in (*COMMON_PURPOSES, "other", "bytes")
+            if any(row[column] != "–" for row in rows.values())
+        ]
         table = _table(title, "method", *used)
         table.padding = (0, padding, 0, 0)
         for name, row in rows.items():
@@ -378,11 +382,11 @@ def _notes(kept: Mapping[str, Memory]) -> list[str]:
     lines = []
     others: dict[str, list[str]] = {}
     for name, each in kept.items():
-        for purpose in each.others:
+        for purpose in each.other_counts:
             others.setdefault(OTHERS.get(purpose, purpose), []).append(name)
     if others:
         lines.append(f"other: {'; '.join(f'{what} ({_and(who)})' for what, who in others.items())}")
-    if any(each.at_most & {p for p, count in each.counts.items() if count} for each in kept.values()):
+    if any(each.upper_bounds & {p for p, count in each.counts.items() if count} for each in kept.values()):
         lines.append("≤: depends on training, and cannot be more; all else is exact")
     if any(each.counts.get("digests") for each in kept.values()):
         lines.append("an entry of a mask is a number; bytes include the digests of certificates")
@@ -395,12 +399,12 @@ def _and(names: Sequence[str]) -> str:
 
 def _against(theirs: Memory, ours: Memory) -> Table:
     """What the paper's text counts, what its figure must count, and all that is held."""
-    whole, bound = theirs.everything, "anchors" in ours.at_most
+    whole, bound = theirs.total, "anchors" in ours.upper_bounds
     table = _table("AGS-CL against EWC", "", "EWC", "AGS-CL", "")
     for label, one, other, least in (
         ("importances", theirs.importances, ours.importances, False),
         ("importances; EWC's anchors too", whole, ours.importances, False),
-        ("all that each holds", whole, ours.everything, bound),
+        ("all that each holds", whole, ours.total, bound),
     ):
         times = one / max(1, other)
         ratio = f"{times:,.0f}" if times >= 10 else f"{math.floor(100 * times) / 100:.2f}"  # never more than it is

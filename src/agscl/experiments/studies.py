@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agscl.analysis import metrics
-from agscl.analysis.perturbation import Perturbation, layer_by_layer, perturb
+from agscl.analysis.perturbation import PerturbationCurve, order_layer_by_layer, prune_in_order
 from agscl.certificate import Certificate
 from agscl.experiments.compare import MEASURES, Job, measures, spread
 from agscl.experiments.execute import check_finished, load_tasks, make_trainer
@@ -256,10 +256,10 @@ def _curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
     method = trainer.method
     assert isinstance(method, AGSCL)
     generator = torch.Generator().manual_seed(mixed_seed(config.seed, trainer.task_index))
-    ascending, in_layers = method.omega.cpu().argsort(stable=True), layer_by_layer(method.graph, method.omega)
+    ascending, in_layers = method.omega.cpu().argsort(stable=True), order_layer_by_layer(method.graph, method.omega)
 
-    def curve(order: torch.Tensor) -> Perturbation:
-        return perturb(method.graph, order, lambda: statistics.mean(trainer.test_accuracies()))
+    def curve(order: torch.Tensor) -> PerturbationCurve:
+        return prune_in_order(method.graph, order, lambda: statistics.mean(trainer.test_accuracies()))
 
     drawn = [torch.randperm(len(ascending), generator=generator) for _ in range(DRAWS)]
     orders = [[ascending.flip(0)], [ascending], [in_layers.flip(0)], [in_layers], drawn]
