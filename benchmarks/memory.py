@@ -98,9 +98,11 @@ def main() -> None:
         rows: dict[str, Any] = {}
         for row, (name, settings) in METHODS_AND_SETTINGS.items():
             began = time.monotonic()
-            whole, told = forecast_memory(name, outline, tasks, settings), train_and_report(network, name, settings)
+            forecast = forecast_memory(name, outline, tasks, settings)
+            reports = train_and_report(network, name, settings)
             good = all(
-                agrees(forecast_memory(name, outline, n, settings), each) for n, each in enumerate(told, start=1)
+                agrees(forecast_memory(name, outline, learned, settings), report)
+                for learned, report in enumerate(reports, start=1)
             )
             disagree += [] if good else [f"{network} {row}"]
             rows[row] = {
