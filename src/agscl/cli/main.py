@@ -458,13 +458,13 @@ def _tell_finished(plan: Sequence[Job], folder: Path) -> None:
 @contextlib.contextmanager
 def _held(plan: Sequence[Job]) -> Iterator[None]:
     """Keep other commands from the same runs, where there are some to be run."""
-    from agscl.system.files import take
+    from agscl.system.files import lock_file
 
     with contextlib.ExitStack() as stack:
         for folder in dict.fromkeys(job.folder.parent for job in plan if not job.finished):
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                take(stack.enter_context(open(folder / "lock", "ab")), wait=False)
+                stack.enter_context(lock_file(folder / "lock", wait=False))
             except BlockingIOError as error:
                 raise WrongUse(f"another command is at work on {folder}; wait for it, or stop it") from error
         yield

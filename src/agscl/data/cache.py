@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from agscl.data.examples import Array
-from agscl.system.files import take
+from agscl.system.files import lock_file
 
 VERSION = 2
 """To be raised whenever the same call would make another array."""
@@ -57,7 +57,7 @@ def _alone(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            take(stack.enter_context(open(lock, "ab")), wait=True)
+            stack.enter_context(lock_file(lock, wait=True))
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from agscl.data.examples import DataMissing
 from agscl.data.progress import Bar
-from agscl.system.files import flush_folder, take, write_atomically
+from agscl.system.files import flush_folder, lock_file, write_atomically
 
 ATTEMPTS = 5
 """How often in a row a transfer may fail without a single new byte."""
@@ -283,16 +283,19 @@ def _reason(error: Exception) -> str:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """`folder`, made where it is not there, for this process alone; another one waits."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
-    except OSError as error:
-        raise DownloadFailed(
-            f"{folder} cannot be written: {error.strerror}. Unset AGSCL_DATA for this command, and the files go to "
-            "~/.cache/agscl/data, where they are found as well"
-        ) from error
-    with open(folder / ".lock", "ab") as lock:
-        take(lock, wait=True)
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock_file(folder / ".lock", wait=True))
+                break
+            except FileNotFoundError:  # the process waited for removed the folder, since nothing came
+                continue
+            except OSError as error:
+                raise DownloadFailed(
+                    f"{folder} cannot be written: {error.strerror}. Unset AGSCL_DATA for this command, and the files "
+                    "go to ~/.cache/agscl/data, where they are found as well"
+                ) from error
         try:
             yield
         finally:

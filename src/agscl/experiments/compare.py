@@ -27,7 +27,7 @@ from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished, read_finished_runs, read_result
 from agscl.runs.events import read_last_event
 from agscl.runs.folder import DIVERGED, read_json
-from agscl.system.files import as_json, update
+from agscl.system.files import encode_json, write_if_changed
 from agscl.system.process import keep_memory, none_at_exit
 from agscl.tasks import DataMissing
 
@@ -55,7 +55,7 @@ class Job:
         if self.finished or not (self.folder / DIVERGED).is_file():
             return False
         stored = self.folder / "config.json"
-        return stored.is_file() and read_json(stored) == json.loads(as_json(self.config.as_dict()))
+        return stored.is_file() and read_json(stored) == json.loads(encode_json(self.config.as_dict()))
 
     @property
     def progress(self) -> float:
@@ -224,7 +224,7 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
 
 def store(folder: Path, preset: str, compared: dict[str, Any], missing: Mapping[str, str]) -> Path:
     path = folder / "comparison.json"
-    update(path, as_json({"preset": preset, "methods": compared, "missing": dict(missing)}))
+    write_if_changed(path, encode_json({"preset": preset, "methods": compared, "missing": dict(missing)}))
     return path
 
 

@@ -14,7 +14,7 @@ from agscl.experiments.execute import HOLD_OUT
 from agscl.experiments.methods import listed
 from agscl.experiments.presets import configure
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import as_json, update
+from agscl.system.files import encode_json, write_if_changed
 
 SEED = 1000
 """The first seed of a search. No comparison uses it, so that what was chosen on it is then tried on others."""
@@ -131,7 +131,7 @@ def search(
             if not settings or order[0].valid_accuracy is None:
                 break
     before = [one for one in finished(folder, method, seed, seeds) if name_of(one.settings) not in tried]
-    content = as_json(
+    content = encode_json(
         {
             "preset": preset,
             "method": method,
@@ -141,7 +141,7 @@ def search(
             "tried": [vars(one) for one in _best_first([*order, *before])],
         }
     )
-    update(folder / "search.json", content)
+    write_if_changed(folder / "search.json", content)
     return order
 
 

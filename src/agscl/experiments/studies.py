@@ -23,7 +23,7 @@ from agscl.experiments.search import FACTORS
 from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, read_finished_runs, read_result
 from agscl.runs.folder import read_json
-from agscl.system.files import as_json, update
+from agscl.system.files import encode_json, write_if_changed
 from agscl.system.tf32 import arithmetic
 from agscl.training import Trainer
 from agscl.training.trainer import mixed_seed
@@ -280,5 +280,5 @@ def _means(method: AGSCL) -> dict[str, float]:
 
 def store(folder: Path, preset: str, study: str, content: Mapping[str, Any], missing: Mapping[str, str]) -> Path:
     path = folder / f"{study}.json"
-    update(path, as_json({"preset": preset, "study": study, **content, "missing": dict(missing)}))
+    write_if_changed(path, encode_json({"preset": preset, "study": study, **content, "missing": dict(missing)}))
     return path

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agscl.system.files import as_json
+from agscl.system.files import encode_json
 
 TAIL = 2**16
 """Bytes read from the end of a log to get its last event; an event is much shorter."""
@@ -23,7 +23,7 @@ class EventLog:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, event: dict[str, Any]) -> None:
-        line = memoryview(as_json(event, indent=None))
+        line = memoryview(encode_json(event, indent=None))
         while line:
             line = line[self._file.write(line) :]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from agscl.runs.checkpoints import Checkpoints, UnreadableCheckpoint
 from agscl.runs.errors import DifferentConfig, RunError
 from agscl.runs.events import EventLog
-from agscl.system.files import as_json, flush_folder, take, write_atomically
+from agscl.system.files import encode_json, flush_folder, lock_file, write_atomically
 
 DIVERGED = "diverged.json"
 """Written where training became infinite or NaN: with the same configuration it would again."""
@@ -35,18 +35,16 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.checkpoints = Checkpoints(folder / "checkpoints")
-        self._lock: IO[bytes] | None = None
+        self._lock = ExitStack()
         self._events: EventLog | None = None
         self._config: str | None = None  # stored in every checkpoint too, in case config.json is lost
 
     def __enter__(self) -> Run:
         with self.explain_write_errors():
             (self.folder / "certificates").mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / "lock", "ab")
             try:
-                take(self._lock, wait=False)
-            except OSError as error:
-                self._lock.close()
+                self._lock.enter_context(lock_file(self.folder / "lock", wait=False))
+            except BlockingIOError as error:
                 raise RunError(f"another process is writing {self.folder}; wait for it, or stop it") from error
             self._events = EventLog(self.folder / "events.jsonl")
         return self
@@ -54,9 +52,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for file in (self._events, self._lock):
-            if file is not None:
-                file.close()
+        if self._events is not None:
+            self._events.close()
+        self._lock.close()
 
     @property
     def events(self) -> EventLog:
@@ -85,22 +83,22 @@ class Run:
     def store_config(self, config: dict[str, Any]) -> None:
         """Write config.json, or check that it already holds `config`."""
         self.check_config(config)
-        self._config = as_json(config).decode()
+        self._config = encode_json(config).decode()
         path = self.folder / "config.json"
-        if path.exists() and read_json(path) == json.loads(as_json(config)):
+        if path.exists() and read_json(path) == json.loads(encode_json(config)):
             return
         with self.explain_write_errors():
             if not self.is_started:  # remove what an earlier attempt left before its first checkpoint
                 for name in START_FILES:
                     (self.folder / name).unlink(missing_ok=True)
-            write_atomically(path, as_json(config))
+            write_atomically(path, encode_json(config))
 
     def check_config(self, config: dict[str, Any]) -> None:
         """Raise `DifferentConfig` if training with another configuration is stored here."""
         stored = self.read_config() if self.is_started else None
         if stored is None:
             return
-        changed = sorted(describe_differences(stored, json.loads(as_json(config))))
+        changed = sorted(describe_differences(stored, json.loads(encode_json(config))))
         if changed:
             raise DifferentConfig(
                 f"{self.folder} holds a run with a different configuration ({'; '.join(changed)}). "
@@ -119,7 +117,7 @@ class Run:
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write one of the run's JSON files."""
         with self.explain_write_errors():
-            write_atomically(self.folder / name, as_json(content))
+            write_atomically(self.folder / name, encode_json(content))
 
     def log_event(self, event: dict[str, Any]) -> None:
         with self.explain_write_errors():

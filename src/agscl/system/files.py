@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
-def as_json(content: Any, indent: int | None = 2) -> bytes:
+def encode_json(content: Any, indent: int | None = 2) -> bytes:
     """`content` as strict JSON, for files that people read: infinite floats become strings."""
-    return json.dumps(_finite(content), indent=indent, allow_nan=False).encode() + b"\n"
+    return json.dumps(_stringify_infinite(content), indent=indent, allow_nan=False).encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
+def _stringify_infinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _stringify_infinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_stringify_infinite(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -44,13 +45,14 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
         raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def update(path: Path, data: bytes) -> None:
-    """As `write_atomically`, but for a file that holds `data` already: that is not touched."""
+def write_if_changed(path: Path, data: bytes) -> None:
+    """As `write_atomically`, but a file that already holds `data` is not touched."""
     if not path.exists() or path.read_bytes() != data:
         write_atomically(path, data)
 
 
 def flush_folder(folder: Path) -> None:
+    """Make the creation and renaming of files in `folder` survive a power cut."""
     if os.name == "nt":  # a folder cannot be opened there, and a rename needs no flush
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -60,22 +62,21 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def take(lock: IO[bytes], *, wait: bool) -> None:
-    """Lock an open file, or raise OSError where another process has it and this one does not wait.
+@contextlib.contextmanager
+def lock_file(path: Path, *, wait: bool) -> Iterator[None]:
+    """Hold a lock on the file `path`, made where it is missing, until the block ends.
 
-    The system lets go of it when the file is closed or this process ends, however it ends.
+    While another process or thread holds it: wait, or raise BlockingIOError if `wait` is false. The operating system
+    releases the lock when the process ends, however it ends.
     """
-    if sys.platform == "win32":
-        import msvcrt
+    from filelock import FileLock, Timeout
 
-        while True:
-            try:
-                msvcrt.locking(lock.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-                return
-            except OSError:  # waiting, it gives up after ten seconds
-                if not wait:
-                    raise
-    else:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(blocking=wait)
+    except Timeout as error:
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process holds the lock", str(path)) from error
+    try:
+        yield
+    finally:
+        lock.release()
