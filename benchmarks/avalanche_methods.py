@@ -19,7 +19,7 @@ from timing import clocked, compared, in_epochs, take_turns
 from torch import Tensor, nn
 
 from agscl.networks.cifar import CifarTrunk
-from agscl.system.process import keep_memory
+from agscl.system.process import tune_malloc
 
 _operators = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):  # torchvision asks for them at import, and its wheel for CUDA cannot bring them on a CPU
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()
+    tune_malloc()
     few, all_ = (as_classification_dataset(Pictures(count)) for count in (2 * arguments.batch, arguments.images))
     experiences = benchmark_from_datasets(train=[few, all_]).train_stream
     found = {

@@ -33,7 +33,7 @@ from agscl.experiments.compare import spread
 from agscl.experiments.execute import execute, make_trainer
 from agscl.experiments.presets import configure
 from agscl.runs import Run
-from agscl.system.process import keep_memory, none_at_exit
+from agscl.system.process import skip_gc_at_exit, tune_malloc
 
 PRESET = "tinyimagenet32"
 SETTINGS = {"lam": 10_000.0}
@@ -117,7 +117,7 @@ def _stepping(asked: Connection, way: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if way.get("keep_memory"):
-        keep_memory()
+        tune_malloc()
     first, second = tasks.load(PRESET, seed=0)[:2]
     size = len(first.train_y) // 16  # of the first task a little is enough
     short = replace(first, train_x=first.train_x[:size], train_y=first.train_y[:size])
@@ -280,8 +280,8 @@ def main() -> None:
         torch.set_num_threads(1)
     way = FAST if device == "cuda" else {}
     if arguments.one:
-        none_at_exit()  # as `agscl` does
-        keep_memory()
+        skip_gc_at_exit()  # as `agscl` does
+        tune_malloc()
         print(json.dumps(whole_run(0, device, way)))
         return
     if arguments.agree:

@@ -41,7 +41,7 @@ from agscl import AGSCL, MultiHead
 from agscl.experiments.methods import METHODS
 from agscl.methods._parts.lifecycle import Method, NodeMethod, SelfCheckWarning
 from agscl.networks.cifar import CifarTrunk
-from agscl.system.process import keep_memory
+from agscl.system.process import tune_malloc
 
 PLAIN = "plain"
 SMALL = 16  # the small batch
@@ -282,7 +282,7 @@ def main() -> None:
     out = arguments.out or HOME / "results" / "benchmarks" / f"{name}.json"
     torch.set_num_threads(1)
     if device == "cpu":
-        keep_memory()
+        tune_malloc()
     x, y = images(arguments.images, device)
     batches = list(zip(x.split(arguments.batch), y.split(arguments.batch), strict=True))
     steps = len(batches)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import FineTune, MultiHead, supervised
+from agscl import FineTune, MultiHead, fast
 from agscl.fast import captured, chains, compiled, convolution
 from agscl.fast.chains import Activated, Link, Weighed, activate, activated, chained, covers, links, links_of
 from agscl.fast.compiled import Compiled, CompileFailed
@@ -274,7 +274,7 @@ def failing(monkeypatch, error):
         raise error
 
     monkeypatch.setitem(sys.modules, "agscl.fast.kernels", SimpleNamespace(total=fail))
-    monkeypatch.setattr(supervised, "kernels", SimpleNamespace(total=fail), raising=False)
+    monkeypatch.setattr(fast, "kernels", SimpleNamespace(total=fail), raising=False)
     ours = Compiled(small(), rearranged=True, rounded=True)
     ours.tried, ours.waking = False, Thread(target=lambda: None)  # as on a GPU
     ours.waking.start()

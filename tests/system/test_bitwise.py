@@ -12,7 +12,7 @@ from agscl import MultiHead
 from agscl.graph.nodes import LaidRows, NodeGraph, Rows
 from agscl.methods._parts.proximal import group_norms, pull, shrink
 from agscl.networks.cifar import CifarTrunk
-from agscl.system.bitwise import as_bits, cut, joined, keep, replace
+from agscl.system.bitwise import as_bits, concat_pieces, copy_where_, mask_bits_, split_pieces, zero_where_
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 ODD = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -3.5]
@@ -37,14 +37,14 @@ def same(a, b):
 @given(st.lists(st.sampled_from(KINDS), max_size=4), st.booleans(), st.integers(0, 9))
 def test_numbers_are_kept_with_all_their_bits_or_are_zero_whatever_they_were(kinds, kept, seed):
     given, before = tensors(kinds, seed), tensors(kinds, seed)
-    keep(given, torch.tensor(kept))
+    zero_where_(given, torch.tensor(not kept))
     assert same(given, before if kept else [torch.zeros_like(one) for one in before])
 
 
 @given(st.lists(st.sampled_from(KINDS), max_size=4), st.booleans(), st.integers(0, 9))
 def test_numbers_are_replaced_bit_for_bit_or_not_at_all(kinds, when, seed):
     given, before, others = tensors(kinds, seed), tensors(kinds, seed), tensors(kinds, seed + 10)
-    replace(given, others, torch.tensor(when))
+    copy_where_(given, others, torch.tensor(when))
     assert same(given, others if when else before)
 
 
@@ -52,7 +52,7 @@ def test_single_numbers_are_zeroed_as_masked_fill_does():
     x = torch.tensor([*ODD, 1.0])
     mask = torch.tensor([True, True, True, True, False, False, True, False])
     other = x.clone().masked_fill_(mask, 0.0)
-    keep([x], [(~mask).to(torch.int32)])
+    mask_bits_([x], [(~mask).to(torch.int32)])
     assert same([x], [other])
 
 
@@ -61,23 +61,23 @@ def test_large_tensors_are_changed_in_pieces_and_whole_all_the_same(layout):
     shapes = [(64, 64, 9, 9), (3, 5, 3, 3), (2, 7001, 2, 2)]
     given, others = ([torch.randn(shape).contiguous(memory_format=layout) for shape in shapes] for _ in range(2))
     masks = [torch.rand(shape).contiguous(memory_format=layout) < 0.5 for shape in shapes]
-    pieces = joined(cut(48, given, masks))
+    pieces = concat_pieces(split_pieces(48, given, masks))
     assert len(pieces[0]) > len(shapes)
     assert [len(piece) for piece in pieces[0]] == [len(piece) for piece in pieces[1]]
     expected = [one.masked_fill(~mask, 0.0) for one, mask in zip(given, masks, strict=True)]
-    keep(given, [mask.to(torch.int32) for mask in masks])
+    mask_bits_(given, [mask.to(torch.int32) for mask in masks])
     assert same(given, expected)
-    replace(given, others, torch.tensor(True))
+    copy_where_(given, others, torch.tensor(True))
     assert same(given, others)
     row = torch.rand(1, 64, 9, 9) < 0.5
     expected = given[0].masked_fill(~row, 0.0)
-    keep(given[:1], [row.to(torch.int32)])
+    mask_bits_(given[:1], [row.to(torch.int32)])
     assert same(given[:1], [expected])
 
 
 def test_nothing_is_done_to_no_tensors():
-    keep([], torch.tensor(False))
-    replace([], [], torch.tensor(True))
+    zero_where_([], torch.tensor(True))
+    copy_where_([], [], torch.tensor(True))
 
 
 class Branches(nn.Module):

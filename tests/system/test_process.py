@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agscl.system.process import held_off, keep_memory
+from agscl.system.process import gc_paused, tune_malloc
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -15,7 +15,7 @@ def test_collection_is_held_off_and_then_as_it_was_whatever_happens(on):
     before = gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:
-        with contextlib.suppress(KeyError), held_off():
+        with contextlib.suppress(KeyError), gc_paused():
             within = gc.isenabled()
             raise KeyError
         assert not within
@@ -28,8 +28,8 @@ def test_a_process_ends_without_a_collection_and_with_its_other_last_words():
     code = (
         "import atexit, gc\n"
         "atexit.register(lambda: print('last words', gc.get_freeze_count() > 0))\n"
-        "from agscl.system.process import none_at_exit\n"
-        "none_at_exit()\n"
+        "from agscl.system.process import skip_gc_at_exit\n"
+        "skip_gc_at_exit()\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "last words True\n"), ended.stderr
@@ -41,9 +41,9 @@ def test_memory_that_was_freed_is_not_asked_for_again():
     code = (
         "import resource, sys\n"
         "import torch\n"
-        "from agscl.system.process import keep_memory\n"
+        "from agscl.system.process import tune_malloc\n"
         "if sys.argv[1] == 'kept':\n"
-        "    keep_memory()\n"
+        "    tune_malloc()\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "for _ in range(3):\n"
         "    torch.ones(2**24)\n"
@@ -64,9 +64,9 @@ def test_memory_that_was_freed_is_not_asked_for_again():
 def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
     asked = []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: asked.append(name) or SimpleNamespace())
-    keep_memory()
+    tune_malloc()
     assert asked == [None] * (sys.platform == "linux")  # and it has no such function
     monkeypatch.setattr(sys, "platform", "win32")
     asked.clear()
-    keep_memory()
+    tune_malloc()
     assert asked == []

@@ -601,7 +601,7 @@ def main(arguments: list[str] | None = None) -> int:
     from agscl.experiments.execute import Interrupted
     from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError, WrongOptions
-    from agscl.system.process import keep_memory, none_at_exit
+    from agscl.system.process import skip_gc_at_exit, tune_malloc
     from agscl.tasks import DataMissing
 
     commands: dict[str, Callable[..., Any]] = {
@@ -614,8 +614,8 @@ def main(arguments: list[str] | None = None) -> int:
         "methods": methods,
         "data": data,
     }
-    none_at_exit()
-    keep_memory()
+    skip_gc_at_exit()
+    tune_malloc()
     given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

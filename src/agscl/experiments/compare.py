@@ -28,7 +28,7 @@ from agscl.runs import Run, RunError, is_finished, read_finished_runs, read_resu
 from agscl.runs.events import read_last_event
 from agscl.runs.folder import DIVERGED, read_json
 from agscl.system.files import encode_json, write_if_changed
-from agscl.system.process import keep_memory, none_at_exit
+from agscl.system.process import skip_gc_at_exit, tune_malloc
 from agscl.tasks import DataMissing
 
 MEASURES = ("average_accuracy", "plasticity", "stability", "forgetting")
@@ -245,8 +245,8 @@ def _begin(halt: Event) -> None:
     """Prepare a worker: it stops when it is told to, and never outlives the command."""
     global _halt
     _halt = halt
-    none_at_exit()
-    keep_memory()
+    skip_gc_at_exit()
+    tune_malloc()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the command decides
     parent = multiprocessing.parent_process()
     assert parent is not None

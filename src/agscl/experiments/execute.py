@@ -25,7 +25,7 @@ from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
 from agscl.runs import DifferentConfig, Run, RunError, WrongOptions, hash_state
 from agscl.runs.folder import DIVERGED, read_json
-from agscl.system.tf32 import arithmetic
+from agscl.system.tf32 import tf32_for
 from agscl.tasks import TaskSequence
 from agscl.training import CompileFailed, Trainer, TrainingFailed
 from agscl.training.trainer import Event, mixed_seed
@@ -81,7 +81,7 @@ def execute(
     for later in left[1:]:
         make_trainer(config, later, sequence)  # what cannot be is said before anything is trained
     for name in left:
-        with arithmetic(config.training.precision):  # of certificates too
+        with tf32_for(config.training.precision):  # of certificates too
             trainer = make_trainer(config, name, sequence)
             if state["method"] == name:
                 trainer.load_state_dict(state["trainer"])

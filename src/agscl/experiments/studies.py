@@ -24,7 +24,7 @@ from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, read_finished_runs, read_result
 from agscl.runs.folder import read_json
 from agscl.system.files import encode_json, write_if_changed
-from agscl.system.tf32 import arithmetic
+from agscl.system.tf32 import tf32_for
 from agscl.training import Trainer
 from agscl.training.trainer import mixed_seed
 
@@ -230,7 +230,7 @@ def _perturbed(job: Job, note: Callable[[str], None]) -> dict[str, Any]:
         raise RunError(f"the last checkpoint of {job.folder} is gone or damaged: remove the folder, to run it again")
     sequence = load_tasks(config)
     note(f"Learning the first task of seed {config.seed} once more, to look at the network before the second.")
-    with arithmetic(config.training.precision), _threads_of(job.folder):
+    with tf32_for(config.training.precision), _threads_of(job.folder):
         first = make_trainer(config, config.method, sequence[:1])
         while first.advance():
             pass

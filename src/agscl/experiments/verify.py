@@ -14,7 +14,7 @@ from agscl.certificate import Certificate, Probe, Verdict, verify
 from agscl.experiments.execute import build
 from agscl.experiments.presets import RunConfig, check_device
 from agscl.runs import Run, RunError, is_finished
-from agscl.system.tf32 import arithmetic
+from agscl.system.tf32 import tf32_for
 from agscl.training.trainer import placed
 
 
@@ -81,7 +81,7 @@ def _outputs(
     if last.probe is None or last.probe.seed is None:
         return ["the certificates hold no outputs on a probe that could be drawn again"], []
     lines, failed = [], []
-    with _threads(int(last.probe.environment["threads"])), arithmetic(config.training.precision):
+    with _threads(int(last.probe.environment["threads"])), tf32_for(config.training.precision):
         batch, outputs = _answers(config, last.probe, last.probe.seed, trained)
         here, there = Probe.environment_of(batch), last.probe.environment
         for certificate in certificates:

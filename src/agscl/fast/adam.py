@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agscl.system.bitwise import cut, joined
+from agscl.system.bitwise import concat_pieces, split_pieces
 
 PIECES = 128
 """About so many pieces are made of all weights."""
@@ -44,8 +44,8 @@ class _InPieces(torch.optim.Optimizer):
         *tensors, steps = lists
         torch._foreach_add_(steps, 1)
         parts = [one for one in tensors if one]
-        cuts = cut(PIECES, *parts)
-        pieces = joined(cuts)
+        cuts = split_pieces(PIECES, *parts)
+        pieces = concat_pieces(cuts)
         pieces += [[] for _ in range(len(tensors) - len(parts))]
         pieces.append([step for step, of_one in zip(steps, cuts, strict=True) for _ in of_one[0]])
         beta1, beta2 = group["betas"]

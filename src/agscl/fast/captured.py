@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.fast.compiled import let_compilers_go
-from agscl.system.bitwise import keep, replace
-from agscl.system.process import held_off
+from agscl.system.bitwise import copy_where_, zero_where_
+from agscl.system.process import gc_paused
 
 if TYPE_CHECKING:
     from agscl.training.trainer import Trainer
@@ -144,7 +144,7 @@ class Captured:
             self.stalled.copy_(torch.where(better, 0, self.stalled + 1))
             if trainer._best_weights is not None:
                 now = trainer._trained(self.optimizer)
-                replace([trainer._best_weights[name] for name in now], list(now.values()), better)
+                copy_where_([trainer._best_weights[name] for name in now], list(now.values()), better)
             if config.patience is not None:
                 self._drop_rate(self.stalled >= config.patience, config.factor)
         trainer._loss_sum.zero_()
@@ -154,7 +154,7 @@ class Captured:
         self.stalled.masked_fill_(drop, 0)
         self.rate.copy_(torch.where(drop, self.rate / factor, self.rate))
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        keep([value for value in states if isinstance(value, Tensor)], ~drop)
+        zero_where_([value for value in states if isinstance(value, Tensor)], drop)
         self.trainer.method.clear_moments(drop)
 
     # Capturing -------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Captured:
         self.optimizer.zero_grad(set_to_none=True)  # gradients then live within the graph
         torch.cuda.synchronize(self.trainer.device)
         # A collection in the middle of a capture could free another graph, which is not allowed then.
-        with held_off(), torch.cuda.stream(self.stream):
+        with gc_paused(), torch.cuda.stream(self.stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work()

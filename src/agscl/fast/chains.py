@@ -28,7 +28,7 @@ from agscl.fast.convolution import (
     takes,
     total,
 )
-from agscl.system.bitwise import PIECES, cut, joined
+from agscl.system.bitwise import PIECES, concat_pieces, split_pieces
 
 BLOCK = 4
 """The widest block of neighbours whose numbers are compared one by one."""
@@ -156,7 +156,7 @@ def _rounded(weights: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         found = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
         if found:
-            new, old = joined(cut(PIECES, found, weights))
+            new, old = concat_pieces(split_pieces(PIECES, found, weights))
             torch._foreach_copy_(new, old)
     return found
 

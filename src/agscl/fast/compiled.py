@@ -25,7 +25,7 @@ from agscl.fast.chains import (
 )
 from agscl.fast.convolution import TRITON, convolved, of_pictures, seen, suits
 from agscl.methods._parts.proximal import pull, shrink
-from agscl.system.process import held_off
+from agscl.system.process import gc_paused
 
 NARROW = 32
 """The most numbers an output of a convolution may read for it to be computed as a matrix product."""
@@ -82,7 +82,7 @@ class Compiled:
         module, self.ours = self.module, []
         on_gpu = self.device.type == "cuda"
         options: dict[str, Any] | None = {"combo_kernels": True} if on_gpu else None  # small ones joined
-        with _waking(self.device), held_off():  # much is imported, and nothing is let go
+        with _waking(self.device), gc_paused():  # much is imported, and nothing is let go
             self.call: Callable[..., Any] = torch.compile(_calling(module), dynamic=False, options=options)
         parts = list(module.modules()) if self.rearranged else []
         self.narrow = [part for part in parts if _narrow(part)]
@@ -113,7 +113,7 @@ class Compiled:
         for part, forward in other.items():
             part.forward = forward
         try:
-            with held_off(), _found_again() if self.chains or self.suited else nullcontext():
+            with gc_paused(), _found_again() if self.chains or self.suited else nullcontext():
                 yield
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):

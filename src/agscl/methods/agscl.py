@@ -27,7 +27,7 @@ from agscl.methods._parts.ledger import Ledger
 from agscl.methods._parts.lifecycle import Forward, NodeMethod
 from agscl.methods._parts.proximal import gradients, group_norms, pull, shrink
 from agscl.methods._parts.reinit import choose, refresh
-from agscl.system.bitwise import as_bits, keep
+from agscl.system.bitwise import as_bits, mask_bits_
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 
@@ -113,7 +113,7 @@ class AGSCL(NodeMethod):
         self._kept: list[KeptStatistics] = []  # of important channels, during a task
         self._fixed: list[FrozenStatistics] = []  # of frozen BatchNorms, always
         self._masks: list[tuple[nn.Parameter, Tensor]] = []  # during a task, where a layer's weight is 0
-        self._kept_bits: list[Tensor] = []  # on a GPU, where it is not, as `keep` takes it
+        self._kept_bits: list[Tensor] = []  # on a GPU, where it is not, as `mask_bits_` takes it
         self._tracked: list[Tensor] = []  # per BatchNorm, the batches seen in training when the task began
         self._laid_anchors: list[Tensor] = []  # during a task, the anchors as `_important` takes rows
         self._figures: dict[str, Any] = {}
@@ -256,7 +256,7 @@ class AGSCL(NodeMethod):
     def _zero(self) -> None:
         """Set weights from a later node into an earlier one to zero."""
         if self._kept_bits:
-            keep([weight for weight, _ in self._masks], self._kept_bits)
+            mask_bits_([weight for weight, _ in self._masks], self._kept_bits)
             return
         for weight, later in self._masks:
             weight.masked_fill_(later, 0.0)

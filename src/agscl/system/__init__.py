@@ -1,1 +1,1 @@
-"""Files, processes and arithmetic: nothing here knows of continual learning."""
+"""Files, processes and arithmetic settings: nothing here is about continual learning."""

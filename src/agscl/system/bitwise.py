@@ -1,7 +1,6 @@
-"""Many tensors changed at once, as the whole numbers that their bits are: kept, set to zero or replaced.
+"""Zero or copy many tensors at once, exactly: their bits are viewed as integers and multiplied by 0 or 1.
 
-Multiplied by 1 or 0 these are exact, whatever they stand for: infinite numbers and NaN too become +0.0. On a GPU it is
-one kernel for all tensors instead of one for each.
+Infinities and NaN become +0.0 like all other numbers. On a GPU one kernel serves all tensors instead of one each.
 """
 
 from __future__ import annotations
@@ -11,71 +10,81 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bits", "cut", "joined", "keep", "replace"]
+__all__ = ["as_bits", "concat_pieces", "copy_where_", "mask_bits_", "split_pieces", "zero_where_"]
 
-PIECE = 8192
-"""The fewest numbers in a piece of a tensor."""
+MIN_PIECE = 8192
+"""The smallest piece a tensor is split into, in elements."""
+MAX_PIECE = 65_536
+"""Torch's foreach kernels give so many elements of a tensor to one multiprocessor: larger pieces gain nothing."""
 PIECES = 48
-"""About so many pieces are made of all tensors, as torch launches them in one kernel. It gives 65 536 numbers of a
-tensor to one multiprocessor, of which a GPU has over a hundred: the paper's network for CIFAR, left whole, would keep
-a sixth of them busy."""
-LARGE = 65_536
-"""Pieces that large gain nothing."""
-FOUR = 4
-"""Kernels take four numbers at a time where they can, and torch's Adam rounds a weight decay otherwise where it cannot:
-tensors that are no multiple of four stay whole, and pieces are multiples of four."""
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""About how many pieces all tensors together are split into, as many as torch launches in one kernel. A GPU has over a
+hundred multiprocessors; the paper's network for CIFAR, not split, would keep a sixth of them busy."""
+ALIGNMENT = 4
+"""Kernels read four elements at a time where they can, and torch's Adam rounds weight decay differently where they
+cannot: tensors whose size is no multiple of four are not split, and pieces are multiples of four."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Pieces = list[tuple[Tensor, ...]]
+"""One tuple of pieces for each of several tensors of equal size, all split at the same places."""
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers."""
-    return tensor.detach().view(_WHOLE[tensor.element_size()])
+    """The same memory, viewed as integers of the same width."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
 @torch.no_grad()
-def keep(tensors: Sequence[Tensor], kept: Tensor | Sequence[Tensor]) -> None:
-    """Set to +0.0 all numbers for which `kept` is 0, not 1: one tensor (), or one like each, as whole as `as_bits`."""
-    if not isinstance(kept, Tensor):
-        if tensors or kept:
-            torch._foreach_mul_(*joined(cut(PIECES, [as_bits(tensor) for tensor in tensors], kept)))
-        return
-    for alike in _by_size(tensors):
-        torch._foreach_mul_(joined(cut(PIECES, alike))[0], kept.to(alike[0].dtype))
+def zero_where_(tensors: Sequence[Tensor], condition: Tensor) -> None:
+    """Set all tensors to +0.0 if `condition` () is true."""
+    for bits in _group_by_width(tensors):
+        torch._foreach_mul_(concat_pieces(split_pieces(PIECES, bits))[0], (~condition).to(bits[0].dtype))
 
 
 @torch.no_grad()
-def replace(tensors: Sequence[Tensor], others: Sequence[Tensor], when: Tensor) -> None:
-    """Let `tensors` hold what `others` do where `when` () is true; else they stay as they are."""
-    for each in zip(_by_size(tensors), _by_size(others), strict=True):
-        mine, theirs = joined(cut(PIECES, *each))
-        torch._foreach_mul_(mine, (~when).to(mine[0].dtype))
-        torch._foreach_add_(mine, torch._foreach_mul(theirs, when.to(mine[0].dtype)))
+def mask_bits_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Set each element to +0.0 where its mask is 0; masks hold 1 or 0, in the dtype of `as_bits(tensor)`."""
+    if tensors or masks:
+        torch._foreach_mul_(*concat_pieces(split_pieces(PIECES, [as_bits(tensor) for tensor in tensors], masks)))
 
 
-def _by_size(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
+@torch.no_grad()
+def copy_where_(targets: Sequence[Tensor], sources: Sequence[Tensor], condition: Tensor) -> None:
+    """Copy `sources` into `targets` if `condition` () is true; else leave the targets as they are."""
+    for alike in zip(_group_by_width(targets), _group_by_width(sources), strict=True):
+        target, source = concat_pieces(split_pieces(PIECES, *alike))
+        torch._foreach_mul_(target, (~condition).to(target[0].dtype))
+        torch._foreach_add_(target, torch._foreach_mul(source, condition.to(target[0].dtype)))
+
+
+def _group_by_width(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors' bits, one list for each integer width that occurs."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         bits = as_bits(tensor)
-        found.setdefault(bits.dtype, []).append(bits)
-    return [found[kind] for kind in _WHOLE.values() if kind in found]
+        groups.setdefault(bits.dtype, []).append(bits)
+    return [groups[dtype] for dtype in _INTEGERS.values() if dtype in groups]
 
 
-def cut(pieces: int, *lists: Sequence[Tensor]) -> list[list[tuple[Tensor, ...]]]:
-    """Of each place in the lists, its tensors in pieces; whole where they are not laid out alike."""
-    size = max(PIECE, FOUR * -(-sum(tensor.numel() for tensor in lists[0]) // (FOUR * pieces)))
-    return [_cut(size, *of_one) for of_one in zip(*lists, strict=True)]
+def split_pieces(pieces: int, *lists: Sequence[Tensor]) -> list[Pieces]:
+    """Split tensors into about so many pieces in all.
+
+    The lists are parallel: tensors at the same place of each list are split alike, or left whole where they do not
+    lie in memory alike. Returns one entry for each place.
+    """
+    size = max(MIN_PIECE, ALIGNMENT * -(-sum(tensor.numel() for tensor in lists[0]) // (ALIGNMENT * pieces)))
+    return [_split(size, *tensors) for tensors in zip(*lists, strict=True)]
 
 
-def joined(cuts: Sequence[Sequence[Sequence[Tensor]]]) -> list[list[Tensor]]:
-    """What was cut as lists again, of pieces."""
-    return [[piece for of_one in each for piece in of_one] for each in zip(*cuts, strict=True)]
+def concat_pieces(split: Sequence[Pieces]) -> list[list[Tensor]]:
+    """The pieces of each list given to `split_pieces`, one after the other."""
+    return [[piece for pieces in of_list for piece in pieces] for of_list in zip(*split, strict=True)]
 
 
-def _cut(size: int, first: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    each = (first, *others)
-    alike = all(other.shape == first.shape and other.stride() == first.stride() for other in others)
+def _split(size: int, first: Tensor, *others: Tensor) -> Pieces:
+    tensors = (first, *others)
+    same_layout = all(other.shape == first.shape and other.stride() == first.stride() for other in others)
     dense = first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last)
-    fours = first.numel() % FOUR == 0
-    if alike and dense and fours and size < LARGE and first.numel() > size:
-        return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in each]
-    return [(one,) for one in each]
+    aligned = first.numel() % ALIGNMENT == 0
+    if same_layout and dense and aligned and size < MAX_PIECE and first.numel() > size:
+        return [one.detach().as_strided((one.numel(),), (1,), one.storage_offset()).split(size) for one in tensors]
+    return [(one,) for one in tensors]

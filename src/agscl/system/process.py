@@ -1,5 +1,4 @@
-"""Python's garbage collection, kept away from where it must not happen and from where it finds nothing; and memory that
-a process had, kept for what comes next."""
+"""Settings of the whole process: Python's garbage collector and the C memory allocator."""
 
 from __future__ import annotations
 
@@ -12,30 +11,32 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def held_off() -> Iterator[None]:
-    """No collection within."""
-    on = gc.isenabled()
+def gc_paused() -> Iterator[None]:
+    """Run without garbage collections."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if on:
+        if enabled:
             gc.enable()
 
 
-def none_at_exit() -> None:
-    """Let this process end without the collections Python makes then: of all that torch imported they take seconds."""
+def skip_gc_at_exit() -> None:
+    """Skip the garbage collections of Python's shutdown, which take seconds over all that torch imported."""
     atexit.register(gc.freeze)
 
 
-def keep_memory() -> None:
-    """Let this process keep what it frees, where glibc allocates: large tensors would else go back to the system after
-    every use and come again page by page, which takes a fifth of a training step on a CPU."""
+def tune_malloc() -> None:
+    """Let glibc keep freed memory instead of returning it to the system.
+
+    Else large tensors are returned after every use and come back page by page: a fifth of a training step on a CPU.
+    """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        trim_threshold, top_pad, mmap_max = -1, -2, -4  # as <malloc.h> numbers them
+        trim_threshold, top_pad, mmap_max = -1, -2, -4  # their numbers in <malloc.h>
         library.mallopt(mmap_max, 0)
         library.mallopt(trim_threshold, 2**31 - 1)
         library.mallopt(top_pad, 2**28)

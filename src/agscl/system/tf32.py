@@ -1,7 +1,7 @@
 """Whether a GPU multiplies float32 numbers as TF32.
 
-Torch has older and newer settings for it and does not let one mix them: what was set through the newer ones cannot be
-asked for through the older, which torch itself still goes by when it compiles.
+Torch has a legacy setting (`allow_tf32`) and a newer one (`fp32_precision`) and forbids mixing them: once the newer one
+was set, the legacy one cannot be read, and torch itself still reads it when it compiles.
 """
 
 from __future__ import annotations
@@ -14,48 +14,49 @@ from typing import Any
 
 import torch
 
-__all__ = ["arithmetic", "tf32_allowed"]
+__all__ = ["tf32_allowed", "tf32_for"]
 
 _matmul: Any = torch.backends.cuda.matmul
 _cudnn: Any = torch.backends.cudnn
 
 
 @contextmanager
-def arithmetic(precision: str) -> Iterator[None]:
-    """Within it TF32 is forbidden for "float32", else allowed; afterwards it is as it was."""
-    older = _older()
-    newer = _newer() if older is None else {}
+def tf32_for(precision: str) -> Iterator[None]:
+    """Forbid TF32 if `precision` is "float32", else allow it; restore the setting afterwards."""
+    legacy = _read_legacy_setting()
+    newer = _read_newer_setting() if legacy is None else {}
     _matmul.allow_tf32 = _cudnn.allow_tf32 = precision != "float32"
     try:
         yield
     finally:
-        if older is not None:
-            _matmul.allow_tf32, _cudnn.allow_tf32 = older
-        for setting, value in newer.items():
-            setting.fp32_precision = value
+        if legacy is not None:
+            _matmul.allow_tf32, _cudnn.allow_tf32 = legacy
+        for backend, value in newer.items():
+            backend.fp32_precision = value
 
 
 def tf32_allowed() -> dict[str, bool]:
-    """For products of matrices and for convolutions."""
-    allowed = _older() or [value == "tf32" for value in _newer().values()]
+    """Whether matrix products ("matmul") and convolutions ("cudnn") may use TF32."""
+    allowed = _read_legacy_setting() or [value == "tf32" for value in _read_newer_setting().values()]
     return {"matmul": allowed[0], "cudnn": allowed[1]}
 
 
-def _older() -> tuple[bool, bool] | None:
-    _let_torch_warn()
+def _read_legacy_setting() -> tuple[bool, bool] | None:
+    """For matrix products and convolutions; None where the newer setting is in use."""
+    _ignore_deprecation_warning()
     try:
         return _matmul.allow_tf32, _cudnn.allow_tf32
-    except RuntimeError:  # the newer settings are in use
+    except RuntimeError:
         return None
 
 
-def _newer() -> dict[Any, str]:
-    return {setting: setting.fp32_precision for setting in (_matmul, _cudnn.conv, _cudnn.rnn)}
+def _read_newer_setting() -> dict[Any, str]:
+    return {backend: backend.fp32_precision for backend in (_matmul, _cudnn.conv, _cudnn.rnn)}
 
 
 @cache
-def _let_torch_warn() -> None:
-    """The older settings say, once, that they are going to be deprecated: nothing that a user could do about."""
+def _ignore_deprecation_warning() -> None:
+    """Torch warns once when the legacy setting is read, of nothing that a user could change: use that once up here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -19,7 +19,7 @@ from agscl.fast.captured import Captured
 from agscl.fast.compiled import Compiled
 from agscl.heads import MultiHead, check_name
 from agscl.methods._parts.lifecycle import Method
-from agscl.system.tf32 import arithmetic
+from agscl.system.tf32 import tf32_for
 from agscl.tasks import Task, TaskSequence
 
 Event = dict[str, Any]
@@ -200,7 +200,7 @@ class Trainer:
         if self.device.type != "cuda":
             self._advance()
             return True
-        with torch.cuda.device(self.device), arithmetic(self.config.precision):  # streams and events are of this device
+        with torch.cuda.device(self.device), tf32_for(self.config.precision):  # streams and events are of this device
             self._advance()
         return True
 
