@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
 
 THIRD_PARTY: dict[str, set[str]] = {
     # room: the packages it may import beside the standard library, torch and numpy
-    "data": {"PIL", "pyarrow"},
+    "system": {"filelock"},  # which torch requires too
+    "data": {"PIL", "huggingface_hub", "pyarrow"},
     "tasks": {"sklearn"},
     "networks": {"filelock", "safetensors"},
     "fast": {"triton"},

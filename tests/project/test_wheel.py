@@ -20,7 +20,7 @@ import agscl
 HOME = Path(__file__).parents[2]
 PACKAGE = HOME / "src" / "agscl"
 LOOP = Path(__file__).with_name("readme_loop.py")
-OPTIONAL = ("PIL", "pyarrow", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tyro")
+OPTIONAL = ("PIL", "huggingface_hub", "pyarrow", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tyro")
 """Modules that the extras bring: none of them may be needed by the library."""
 
 
