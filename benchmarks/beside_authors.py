@@ -15,10 +15,11 @@ from typing import Any
 from measured import HOME, record
 from supervised import commits_of, parsed, run
 
-from agscl.experiments.compare import Job, spread
-from agscl.experiments.execute import Interrupted
-from agscl.experiments.presets import configure
-from agscl.experiments.search import name_of
+from agscl.experiments.compare import summarize_values
+from agscl.experiments.config import configure
+from agscl.experiments.jobs import Job
+from agscl.experiments.run import Interrupted
+from agscl.experiments.search import name_settings
 from agscl.runs.folder import read_json
 
 PRESET = "tinyimagenet32"
@@ -41,14 +42,14 @@ def main() -> None:
             "method": row["method"],
             "settings": row["settings"],
             "authors": row["average_accuracy"],
-            "seeds": [job.config.seed for job in jobs if job.finished],
-            **{key: spread([outcome(job)[key] for job in jobs if job.finished]) for key in KEPT},
+            "seeds": [job.config.seed for job in jobs if job.is_finished],
+            **{key: summarize_values([outcome(job)[key] for job in jobs if job.is_finished]) for key in KEPT},
         }
         for row, jobs in zip(theirs, planned, strict=True)
     ]
     for row in rows:
         print(row["method"], row["settings"], "theirs", row["authors"], "ours", row["average_accuracy"], flush=True)
-    finished = [job for job in every if job.finished]
+    finished = [job for job in every if job.is_finished]
     record(
         arguments.out,
         {
@@ -68,7 +69,9 @@ def job_of(row: dict[str, Any], seed: int, arguments: argparse.Namespace, change
     config = configure(
         PRESET, method=row["method"], seed=seed, device=arguments.device, reference=False, **changes, **row["settings"]
     )
-    return Job(config, arguments.runs / "beside-authors" / f"{row['method']}-{name_of(row['settings'])}-seed{seed}")
+    return Job(
+        config, arguments.runs / "beside-authors" / f"{row['method']}-{name_settings(row['settings'])}-seed{seed}"
+    )
 
 
 def outcome(job: Job) -> dict[str, Any]:

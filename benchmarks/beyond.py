@@ -18,9 +18,10 @@ from measured import record
 from supervised import commits_of, parsed, run
 
 from agscl.analysis import metrics
-from agscl.experiments.compare import MEASURES, Job, spread
-from agscl.experiments.execute import Interrupted
-from agscl.experiments.presets import configure
+from agscl.experiments.compare import METRICS, summarize_values
+from agscl.experiments.config import configure
+from agscl.experiments.jobs import Job
+from agscl.experiments.run import Interrupted
 from agscl.runs.folder import read_json
 
 BASE = "the paper's form"
@@ -80,7 +81,7 @@ def collected(planned: list[tuple[str, float, Job]]) -> list[dict[str, Any]]:
     outcomes = {
         (name, lam, job.config.seed): read_json(job.folder / "result.json")["methods"]["agscl"]
         for name, lam, job in planned
-        if job.finished
+        if job.is_finished
     }
     base = max(
         dict.fromkeys(lam for name, lam, _ in outcomes if name == BASE),
@@ -104,11 +105,15 @@ def collected(planned: list[tuple[str, float, Job]]) -> list[dict[str, Any]]:
                 "variant": name,
                 "settings": {"lam": lam, **VARIANTS[name]},
                 "seeds": list(mine),
-                "valid_accuracy": spread([valid(one) for one in mine.values()]),
-                "gain": spread(gains),
-                "free_at_the_end": spread([one["statistics"][-1]["sparsity"] for one in mine.values()]),
-                "learned": spread([statistics.mean(row[-1] for row in one["accuracies"]) for one in mine.values()]),
-                **{key: spread([one[key] for one in mine.values()]) for key in MEASURES if key != "plasticity"},
+                "valid_accuracy": summarize_values([valid(one) for one in mine.values()]),
+                "gain": summarize_values(gains),
+                "free_at_the_end": summarize_values([one["statistics"][-1]["sparsity"] for one in mine.values()]),
+                "learned": summarize_values(
+                    [statistics.mean(row[-1] for row in one["accuracies"]) for one in mine.values()]
+                ),
+                **{
+                    key: summarize_values([one[key] for one in mine.values()]) for key in METRICS if key != "plasticity"
+                },
             }
         )
     return rows
@@ -134,8 +139,8 @@ def main() -> None:
     rows = collected(planned)
     for row in rows:
         print(f"{row['variant']:34} {row['settings']} {row['average_accuracy']} gain {row['gain']}", flush=True)
-    finished = all(job.finished for _, _, job in planned)
-    commits = commits_of(job.folder for _, _, job in planned if job.finished)
+    finished = all(job.is_finished for _, _, job in planned)
+    commits = commits_of(job.folder for _, _, job in planned if job.is_finished)
     record(
         arguments.out,
         {"preset": arguments.preset, "changes": changes, "commits": commits, "rows": rows, "complete": finished},

@@ -12,8 +12,8 @@ from typing import Any
 
 from measured import record
 
-from agscl.experiments.execute import execute
-from agscl.experiments.presets import configure
+from agscl.experiments.config import configure
+from agscl.experiments.run import execute_run
 from agscl.runs import Run
 
 KEPT = ("accuracies", "average_accuracy", "plasticity", "stability", "forgetting", "statistics", "memory")
@@ -28,7 +28,7 @@ def main() -> None:
     for seed in range(arguments.seeds):
         config = configure("digits", method="agscl", seed=seed)
         with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
-            result = execute(config, run, checkpoint_every=1e9, threads=1)
+            result = execute_run(config, run, checkpoint_every=1e9, threads=1)
         methods = {name: {key: outcome[key] for key in KEPT} for name, outcome in result["methods"].items()}
         runs.append({"seed": seed, "tasks": result["tasks"], "methods": methods, "seconds": result["seconds"]})
         print(seed, {name: round(100 * outcome["average_accuracy"], 1) for name, outcome in methods.items()})

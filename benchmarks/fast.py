@@ -29,9 +29,10 @@ from measured import record
 from timing import compared, take_turns
 
 from agscl import tasks
-from agscl.experiments.compare import spread
-from agscl.experiments.execute import execute, make_trainer
-from agscl.experiments.presets import configure
+from agscl.experiments.build import build_trainer
+from agscl.experiments.compare import summarize_values
+from agscl.experiments.config import configure
+from agscl.experiments.run import execute_run
 from agscl.runs import Run
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 
@@ -73,7 +74,7 @@ def finish(device: str) -> float:
 def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, epochs: int) -> dict[str, Any]:
     """Milliseconds per step within the second task, ends of epochs included, after two epochs to warm up."""
     config = configure(PRESET, method="agscl", device=device, epochs=epochs, **SETTINGS, **way)
-    trainer = make_trainer(config, "agscl", sequence[:2])
+    trainer = build_trainer(config, "agscl", sequence[:2])
     start = finish(device)
     while trainer.task_index < 1 or trainer.epoch < 2:
         trainer.advance()
@@ -123,7 +124,7 @@ def _stepping(asked: Connection, way: dict[str, Any]) -> None:
     short = replace(first, train_x=first.train_x[:size], train_y=first.train_y[:size])
     options = {name: value for name, value in way.items() if name != "keep_memory"}
     config = configure(PRESET, method="agscl", device="cpu", epochs=1, **SETTINGS, **options)
-    trainer = make_trainer(config, "agscl", (short, second))
+    trainer = build_trainer(config, "agscl", (short, second))
     while trainer.task_index < 1 or trainer.step < 2:
         trainer.advance()
     whole = trainer.examples // config.training.batch_size  # batches but for the last
@@ -151,7 +152,7 @@ def kernels(way: dict[str, Any], device: str, sequence: tasks.TaskSequence) -> d
     from torch.profiler import ProfilerActivity, profile
 
     config = configure(PRESET, method="agscl", device=device, epochs=6, **SETTINGS, **way)
-    trainer = make_trainer(config, "agscl", sequence[:2])
+    trainer = build_trainer(config, "agscl", sequence[:2])
     while trainer.task_index < 1 or trainer.epoch < 4:
         trainer.advance()
     assert trainer._captured is not None
@@ -184,7 +185,7 @@ def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) ->
     way = {**way, "epochs": epochs}
     config = configure(PRESET, method="agscl", seed=seed, device=device, reference=False, **SETTINGS, **way)
     with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
-        result = execute(config, run, checkpoint_every=60.0, threads=1)  # as `compare` does, and a run on a GPU
+        result = execute_run(config, run, checkpoint_every=60.0, threads=1)  # as `compare` does, and a run on a GPU
     outcome = result["methods"]["agscl"]
     return {
         "seed": seed,
@@ -237,7 +238,7 @@ def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
     found = {}
     for number, name in enumerate(ways):
         mine = runs[number * seeds : (number + 1) * seeds]
-        found[name] = {key: spread([run[key] for run in mine]) for key in ("average_accuracy", "forgetting")}
+        found[name] = {key: summarize_values([run[key] for run in mine]) for key in ("average_accuracy", "forgetting")}
         print(name, found[name], flush=True)
     return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": found}
 

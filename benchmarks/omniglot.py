@@ -14,8 +14,8 @@ from typing import Any
 
 from measured import record
 
-from agscl.experiments.execute import execute
-from agscl.experiments.presets import configure
+from agscl.experiments.config import configure
+from agscl.experiments.run import execute_run
 from agscl.experiments.verify import verify_run
 from agscl.runs import Run
 
@@ -38,7 +38,7 @@ def one(job: tuple[int, int, str, int | None]) -> dict[str, Any]:
     config = dataclasses.replace(config, task_options={"alphabets": alphabets})
     with tempfile.TemporaryDirectory() as folder:
         with Run(Path(folder) / "run") as run:
-            result = execute(config, run, checkpoint_every=1e9, threads=1)
+            result = execute_run(config, run, checkpoint_every=1e9, threads=1)
         verdict = verify_run(Path(folder) / "run")
     methods = {
         name: {key: outcome[key] for key in KEPT if key in outcome} for name, outcome in result["methods"].items()

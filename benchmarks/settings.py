@@ -14,8 +14,8 @@ from typing import Any
 
 from measured import record
 
-from agscl.experiments.compare import Ended, Job, run_all
-from agscl.experiments.presets import configure
+from agscl.experiments.config import configure
+from agscl.experiments.jobs import Job, JobOutcome, run_jobs
 from agscl.runs.folder import read_json
 
 FIRST_SEED = 1000
@@ -55,11 +55,11 @@ def main() -> None:
                 for seed in seeds
             ]
 
-    def ended(job: Job, how: Ended) -> None:
-        print(job.folder.name, how.failed or "done", flush=True)
+    def report_end(job: Job, outcome: JobOutcome) -> None:
+        print(job.folder.name, outcome.error or "done", flush=True)
 
     every = [job for jobs in tried.values() for job in jobs]
-    run_all(every, processes=arguments.jobs, checkpoint_every=1e9, ended=ended)
+    run_jobs(every, processes=arguments.jobs, checkpoint_every=1e9, on_job_end=report_end)
 
     found: dict[str, Any] = {}
     for method, (setting, values) in searched.items():

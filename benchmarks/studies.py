@@ -14,8 +14,8 @@ from pathlib import Path
 from measured import commit, record, short
 from supervised import commits_of, parsed, run
 
-from agscl.experiments import studies
-from agscl.experiments.execute import Interrupted
+from agscl.experiments import aopc, studies
+from agscl.experiments.run import Interrupted
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     arguments, changes = parsed(parser)
     folder = arguments.runs / f"study-{arguments.preset}"
     planned = {
-        study: studies.plan(arguments.preset, study, arguments.seeds, folder, device=arguments.device, **changes)
+        study: studies.plan_study(arguments.preset, study, arguments.seeds, folder, device=arguments.device, **changes)
         for study in arguments.studies
     }
     jobs = {job.folder: job for lines in planned.values() for line in lines for job in line.jobs}
@@ -37,13 +37,13 @@ def main() -> None:
         print("stopped at the deadline; the same command continues", flush=True)
     for study, lines in planned.items():
         mine = [job for line in lines for job in line.jobs]
-        finished = [job for job in mine if job.finished]
+        finished = [job for job in mine if job.is_finished]
         commits = commits_of([job.folder for job in finished])
         if study == "aopc":
-            found = {"seeds": studies.perturbations(folder, arguments.preset, finished, print)}
+            found = {"seeds": aopc.measure_perturbations(folder, arguments.preset, finished, print)}
             commits = list(dict.fromkeys([*commits, short(commit())]))  # runs may be older than what looks at them
         else:
-            found = {"lines": studies.collect(lines)}
+            found = {"lines": studies.collect_study(lines)}
         record(
             arguments.out / f"{arguments.preset}-{study}.json",
             {

@@ -23,24 +23,25 @@ from typing import Any
 from measured import commit, record, short
 
 from agscl.experiments import compare, search
-from agscl.experiments.execute import Interrupted
-from agscl.experiments.presets import fastest
+from agscl.experiments.config import get_fast_settings
+from agscl.experiments.jobs import Job, JobOutcome, run_jobs
+from agscl.experiments.run import Interrupted
 
 SIX = ("agscl", "ewc", "si", "rwalk", "mas", "hat")
 
 
-def run(arguments: argparse.Namespace, jobs: Sequence[compare.Job], processes: int) -> None:
-    def ended(job: compare.Job, how: compare.Ended) -> None:
-        if how.failed is None:
+def run(arguments: argparse.Namespace, jobs: Sequence[Job], processes: int) -> None:
+    def report_end(job: Job, outcome: JobOutcome) -> None:
+        if outcome.error is None:
             (job.folder / "commit").write_text(commit())
-        print(f"{time.perf_counter() - START:6.0f} s  {job.folder.name:40} {job} {how.failed or 'done'}", flush=True)
+        print(f"{time.perf_counter() - START:6.0f} s  {job.folder.name:40} {job} {outcome.error or 'done'}", flush=True)
 
-    compare.run_all(
+    run_jobs(
         jobs,
         processes=processes,
         checkpoint_every=1e9,
-        stop=lambda: time.perf_counter() - START > arguments.deadline,
-        ended=ended,
+        should_stop=lambda: time.perf_counter() - START > arguments.deadline,
+        on_job_end=report_end,
     )
 
 
@@ -56,10 +57,10 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
     values = json.loads(arguments.values)
     folders = {method: arguments.runs / f"search-{arguments.preset}-{method}" for method in methods}
 
-    def one(method: str) -> list[search.Tried]:
+    def search_method(method: str) -> list[search.Trial]:
         folder = folders[method]
         try:
-            return search.search(
+            return search.search_settings(
                 arguments.preset,
                 method,
                 folder,
@@ -72,12 +73,12 @@ def search_all(arguments: argparse.Namespace, methods: Sequence[str], changes: d
             )
         except Interrupted:
             stopped.append(method)
-            return search.finished(folder, method, seeds=arguments.seeds)
+            return search.load_trials(folder, method, seeds=arguments.seeds)
 
     stopped: list[str] = []
 
     with ThreadPoolExecutor(min(arguments.jobs, len(methods))) as pool:
-        found = dict(zip(methods, pool.map(one, methods), strict=True))
+        found = dict(zip(methods, pool.map(search_method, methods), strict=True))
     for method, tried in found.items():
         for each in tried:
             print(f"{method:8} {each.settings} {each.valid_accuracy}")
@@ -102,7 +103,7 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
         settings = {method: tried[method][0]["settings"] for method in methods if method in tried}
     for method, own in json.loads(arguments.set).items():
         settings[method] = {**settings.get(method, {}), **own}
-    plan = compare.plan(
+    plan = compare.plan_comparison(
         arguments.preset,
         methods,
         arguments.seeds,
@@ -115,7 +116,7 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
         run(arguments, plan, arguments.jobs)
     except Interrupted:
         print("stopped at the deadline; the same command continues", flush=True)
-    compared = compare.collect(plan)
+    compared = compare.collect_comparison(plan)
     for method, row in compared.items():
         print(f"{method:9} {row['average_accuracy']} forgetting {row['forgetting']['mean']}", flush=True)
     record(
@@ -124,9 +125,9 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
             "preset": arguments.preset,
             "changes": changes,
             "jobs": arguments.jobs,
-            "commits": commits_of([job.folder for job in plan if job.finished]),
+            "commits": commits_of([job.folder for job in plan if job.is_finished]),
             "methods": compared,
-            "complete": all(job.finished for job in plan),
+            "complete": all(job.is_finished for job in plan),
         },
     )
 
@@ -141,7 +142,7 @@ def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[st
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    changes: dict[str, Any] = fastest(arguments.device) if arguments.fast else {}
+    changes: dict[str, Any] = get_fast_settings(arguments.device) if arguments.fast else {}
     if arguments.epochs is not None:
         changes["epochs"] = arguments.epochs
     return arguments, changes

@@ -22,13 +22,14 @@ from torch import nn
 import agscl
 from agscl.cli import main as cli
 from agscl.cli.main import main
-from agscl.experiments import execute as execution
-from agscl.experiments.execute import Interrupted, comparable, execute
+from agscl.experiments import run as run_module
+from agscl.experiments.config import choose_threads, configure
 from agscl.experiments.methods import METHODS
-from agscl.experiments.presets import configure, threads_of
-from agscl.experiments.verify import certificates_of
+from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.verify import list_certificates
 from agscl.runs import Checkpoints, DifferentConfig, Run, is_finished
 from agscl.runs.events import read_events
+from results import reproducible_part
 
 QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quick", "--checkpoint-every", "0.1"]
 
@@ -89,7 +90,7 @@ def killed(folder: Path, delay: float) -> bool:
 def ends_like(folder: Path, uninterrupted: Path) -> None:
     code, output = finish(start(folder))
     assert code == 0, output
-    assert comparable(result(folder)) == comparable(result(uninterrupted))
+    assert reproducible_part(result(folder)) == reproducible_part(result(uninterrupted))
     assert events_without_time(folder) == events_without_time(uninterrupted)
 
 
@@ -126,7 +127,7 @@ def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path,
     code, output = finish(start(tmp_path, "run", "--resume"))
     assert code == 0, output
     assert "Continuing" in output
-    assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+    assert reproducible_part(result(tmp_path)) == reproducible_part(result(uninterrupted[0]))
 
 
 def test_the_line_that_says_how_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
@@ -152,16 +153,18 @@ def test_a_finished_run_is_shown_also_where_nothing_can_be_written(uninterrupted
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("config.json", {}, "the config.json of the run is damaged, or of another version: KeyError"),
-        ("config.json", {"preset": "older"}, "there is no preset 'older'"),
-        ("config.json", {"unheard": 1}, "damaged, or of another version: TypeError"),
+        ("config.json", {}, "the run's config.json is damaged, or was written by another version of agscl: KeyError"),
+        ("config.json", {"preset": "older"}, "unknown preset 'older'"),
+        ("config.json", {"unheard": 1}, "damaged, or was written by another version of agscl: TypeError"),
         ("environment.json", {}, "environment.json does not say how many threads"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_one_clear_line(file, content, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with Run(Path("runs/quick")) as run, pytest.raises(Interrupted):
-        execute(configure("digits", method="finetune"), run, checkpoint_every=1e9, threads=1, stop=lambda: True)
+        execute_run(
+            configure("digits", method="finetune"), run, checkpoint_every=1e9, threads=1, should_stop=lambda: True
+        )
     path = Path("runs/quick") / file
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({**stored, **content} if content else {}))
@@ -173,7 +176,7 @@ def test_certificates_of_more_than_a_hundred_tasks_come_in_their_order(tmp_path)
     (tmp_path / "certificates").mkdir()
     for number in (1, 9, 10, 11, 99, 100, 101):
         (tmp_path / "certificates" / f"{number:02d}.json").touch()
-    assert [int(path.stem) for path in certificates_of(tmp_path)] == [1, 9, 10, 11, 99, 100, 101]
+    assert [int(path.stem) for path in list_certificates(tmp_path)] == [1, 9, 10, 11, 99, 100, 101]
 
 
 def test_a_preset_without_validation_examples_sets_some_apart_where_epochs_are_chosen(tmp_path, monkeypatch, capsys):
@@ -218,18 +221,20 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch, how):
     config = configure("digits", method="finetune", epochs=1)
     steps = iter(range(10**6))
     with Run(tmp_path / "quick") as run, pytest.raises(Interrupted):
-        execute(config, run, checkpoint_every=1e9, threads=1, stop=lambda: next(steps) > 8)
-    sequence = execution.load_tasks(config)
+        execute_run(config, run, checkpoint_every=1e9, threads=1, should_stop=lambda: next(steps) > 8)
+    sequence = run_module.load_tasks(config)
     labels = sequence[3].test_y.clone()
     labels[0] = 1 - labels[0]
     changed = {"test_y": labels} if how == "another label" else {"name": "more"}
     other = (*sequence[:3], replace(sequence[3], **changed), sequence[4])
     with monkeypatch.context() as patch, Run(tmp_path / "quick") as run:
-        patch.setattr(execution, "load_tasks", lambda config: other)
-        with pytest.raises(DifferentConfig, match=f"begun with: {sequence[3].name}.* changed. Put it back as it was"):
-            execute(config, run, checkpoint_every=1e9, threads=1)
+        patch.setattr(run_module, "load_tasks", lambda config: other)
+        with pytest.raises(
+            DifferentConfig, match=f"changed since it was started .tasks: {sequence[3].name}.*Restore the data"
+        ):
+            execute_run(config, run, checkpoint_every=1e9, threads=1)
     with Run(tmp_path / "quick") as run:
-        assert execute(config, run, checkpoint_every=1e9, threads=1)["methods"]["finetune"]
+        assert execute_run(config, run, checkpoint_every=1e9, threads=1)["methods"]["finetune"]
 
 
 def test_a_loss_that_is_not_a_number_fails_with_the_place_and_the_last_checkpoint(tmp_path, monkeypatch, capsys):
@@ -252,7 +257,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_continues_to_the
     code, output = finish(start(tmp_path))
     assert code == 0, output
     assert f"Checkpoint {int(newest.stem)} is damaged" in output
-    assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+    assert reproducible_part(result(tmp_path)) == reproducible_part(result(uninterrupted[0]))
 
 
 def test_a_full_disk_is_one_clear_line_and_the_same_command_continues_later(tmp_path, uninterrupted):
@@ -266,7 +271,7 @@ def test_a_full_disk_is_one_clear_line_and_the_same_command_continues_later(tmp_
 
     code, output = finish(start(tmp_path))
     assert code == 0, output
-    assert comparable(result(tmp_path)) == comparable(result(uninterrupted[0]))
+    assert reproducible_part(result(tmp_path)) == reproducible_part(result(uninterrupted[0]))
 
 
 @pytest.fixture
@@ -357,8 +362,8 @@ def edit_certificate(run: Path, number: int, change) -> None:
 def test_verify_ends_with_ok_on_an_untouched_run_and_finds_the_same_bits_on_the_probe(guaranteed, capsys):
     code, lines = verdict(capsys)
     assert code == 0
-    assert lines[-1].startswith("OK: all that is guaranteed since each of 5 tasks is in place")
-    assert sum("outputs on the probe, the same bits as when it was learned" in line for line in lines) == 5
+    assert lines[-1].startswith("OK: everything guaranteed after each of 5 tasks is unchanged")
+    assert sum("outputs on the probe are bit-identical to those right after learning it" in line for line in lines) == 5
 
 
 def test_verify_fails_when_a_guaranteed_weight_moved(guaranteed, capsys):
@@ -418,7 +423,7 @@ def test_a_run_that_was_laid_out_channels_last_is_verified_so(tmp_path, monkeypa
     assert main(["run", "cifar100", *words, "--epochs", "1", "--fast", "--name", "quick"]) == 0
     code, lines = verdict(capsys)
     assert (code, [line for line in lines if "FAILED" in line]) == (0, [])
-    assert any("the same bits as when it was learned" in line for line in lines)
+    assert any("bit-identical to those right after learning it" in line for line in lines)
 
 
 def test_elsewhere_verify_reports_the_largest_difference_and_does_not_ask_for_bits(guaranteed, capsys):
@@ -429,7 +434,7 @@ def test_elsewhere_verify_reports_the_largest_difference_and_does_not_ask_for_bi
         edit_certificate(guaranteed, number, elsewhere)
     code, lines = verdict(capsys)
     assert code == 0
-    assert any("computed otherwise than the certificates (torch 0.1 then" in line for line in lines)
+    assert any("computed in a different environment (torch 0.1 then" in line for line in lines)
 
 
 @pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -438,7 +443,7 @@ def test_verify_of_a_run_stopped_within_a_task_says_to_finish_it_first(tmp_path,
     config = configure("digits", method="agscl", epochs=1, reference=False)
     steps = iter(range(10**6))
     with Run(Path("runs/quick")) as run, pytest.raises(Interrupted):
-        execute(config, run, checkpoint_every=1e9, threads=1, stop=lambda: next(steps) > 25)
+        execute_run(config, run, checkpoint_every=1e9, threads=1, should_stop=lambda: next(steps) > 25)
     assert main(["verify", "quick"]) == 1
     assert "is in the middle of task 3" in capsys.readouterr().err
 
@@ -450,17 +455,19 @@ def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
 ):
     monkeypatch.chdir(tmp_path)
     with Run(Path("runs/quick")) as run:
-        execute(configure("digits", method=method, epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+        execute_run(configure("digits", method=method, epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
     code, lines = verdict(capsys)
     assert code == 0
     assert lines[-1].startswith("OK: ")
-    assert sum("the same bits as when it was learned" in line for line in lines) == kept
+    assert sum("bit-identical to those right after learning it" in line for line in lines) == kept
 
 
 def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with Run(Path("runs/quick")) as run:
-        execute(configure("digits", method="joint", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+        execute_run(
+            configure("digits", method="joint", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1
+        )
     assert main(["verify", "quick"]) == 1
     assert "nothing is certified" in capsys.readouterr().err
 
@@ -468,7 +475,7 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "nosuch"], "no preset is called 'nosuch'. There are:\n  digits"),
+        (["run", "nosuch"], "unknown preset 'nosuch'. Available:\n  digits"),
         (["run", "--epochs", "0"], "epochs must be at least 1"),
         (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, ewc"),
         (["run", "--set", "rho=2"], "rho must be above 0 and at most 1"),
@@ -482,16 +489,16 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
         (["run", "--epochs", "2", "--set", "epochs=1"], "--epochs and --set epochs=… say the same: leave one out"),
         (["compare", "--batch-size", "2", "--set", "batch_size=1"], "--batch-size and --set batch_size=… say the same"),
         (["compare", "--methods", "ewc", "--set", "finetune.rho=1"], "finetune has no setting 'rho'"),
-        (["search", "digits", "--method", "ewc", "--set", "lam=0"], "lam starts at 0: start it above 0"),
+        (["search", "digits", "--method", "ewc", "--set", "lam=0"], "start above 0, e.g. --set lam=1"),
         (["run", "--set", "prox_every=day"], "prox_every is epoch or step or a whole number, not 'day'"),
-        (["run", "--seed", "-1"], "a seed is 0 or more"),
+        (["run", "--seed", "-1"], "seed must be at least 0"),
         (["run", "--name", "../elsewhere"], "plain folder name"),
-        (["run", "--method", "finetune", "--set", "mu=3"], "finetune has no setting 'mu'. It has: epochs"),
+        (["run", "--method", "finetune", "--set", "mu=3"], "finetune has no setting 'mu'. Its settings: epochs"),
         (
             ["run", "--method", "ewc", "--set", "mu=3"],
-            "ewc has no setting 'mu'. It has: batchnorm, steady, lam",
+            "ewc has no setting 'mu'. Its settings: batchnorm, steady, lam",
         ),
-        (["run", "--device", "abacus"], "device 'abacus' is not to be had"),
+        (["run", "--device", "abacus"], "device 'abacus' is not available on this machine"),
         (["run", "--resume", "nosuch"], "no run is called 'nosuch'"),
         (["run", "--resume"], "no unfinished run"),
         (["run", "omniglot5"], "AGSCL_DATA"),
@@ -697,7 +704,9 @@ def test_inspect_of_a_run_has_its_own_number_of_tasks_and_must_be_finished(finis
 def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with Run(Path("runs/quick")) as run:
-        execute(configure("digits", method="separate", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+        execute_run(
+            configure("digits", method="separate", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1
+        )
     assert main(["inspect", "quick"]) == 0
     shown = capsys.readouterr().out
     assert "separate, a bound" in shown
@@ -786,7 +795,7 @@ def test_a_run_begun_on_a_device_that_is_not_here_is_not_resumed(tmp_path, capsy
     path = tmp_path / "a" / "config.json"
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda:77"'))
     assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 2
-    assert "device 'cuda:77' is not to be had here" in capsys.readouterr().err
+    assert "device 'cuda:77' is not available on this machine" in capsys.readouterr().err
 
 
 def test_a_device_that_computes_nothing_is_wrong_use(tmp_path, capsys):
@@ -798,15 +807,15 @@ def test_a_device_that_computes_nothing_is_wrong_use(tmp_path, capsys):
 def test_data_that_changed_is_noticed_where_its_checksums_were_lost_too(tmp_path):
     config = configure("digits", method="finetune", epochs=1)
     with Run(tmp_path / "run") as run, pytest.raises(Interrupted):
-        execute(config, run, checkpoint_every=0.0, stop=iter([False] * 40 + [True] * 9).__next__)
+        execute_run(config, run, checkpoint_every=0.0, should_stop=iter([False] * 40 + [True] * 9).__next__)
     (tmp_path / "run" / "data.json").unlink()
-    whole = execution.load_tasks
+    whole = run_module.load_tasks
     with Run(tmp_path / "run") as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execution, "load_tasks", lambda config: whole(replace(config, seed=1)))
-        with pytest.raises(DifferentConfig, match="the data is not what"):
-            execute(config, run, checkpoint_every=1e9)
+        patch.setattr(run_module, "load_tasks", lambda config: whole(replace(config, seed=1)))
+        with pytest.raises(DifferentConfig, match=r"the data of .* changed since it was started"):
+            execute_run(config, run, checkpoint_every=1e9)
     with Run(tmp_path / "run") as run:
-        execute(config, run, checkpoint_every=1e9)
+        execute_run(config, run, checkpoint_every=1e9)
     assert (tmp_path / "run" / "data.json").exists()
 
 
@@ -817,13 +826,13 @@ def test_a_run_that_had_not_begun_takes_the_threads_it_is_given_and_a_begun_one_
         with Run(tmp_path / "run") as run:
             run.store_config(config.as_dict())
             run.write_json("environment.json", {"torch": "1.0", "threads": 7})
-            result = execute(config, run, checkpoint_every=1e9, threads=1)
+            result = execute_run(config, run, checkpoint_every=1e9, threads=1)
             assert result["environment"]["threads"] == 1
             assert result["environment"]["torch"] == torch.__version__
             run.write_json("environment.json", {"torch": "1.0", "threads": 1})
             notes: list[str] = []
-            execute(config, run, checkpoint_every=1e9, note=notes.append)
-            assert notes == [f"This run was begun with torch 1.0, and goes on with {torch.__version__}."]
+            execute_run(config, run, checkpoint_every=1e9, on_message=notes.append)
+            assert notes == [f"This run was started with torch 1.0 and continues with {torch.__version__}."]
     finally:
         torch.set_num_threads(before)
 
@@ -834,7 +843,7 @@ def test_the_log_of_a_run_stopped_several_times_is_that_of_one_never_stopped(tmp
         for steps in [*stops, 10**9]:
             left = iter(range(steps))
             with Run(tmp_path / name) as run, contextlib.suppress(Interrupted):
-                execute(config, run, checkpoint_every=0.0, stop=lambda left=left: next(left, None) is None)
+                execute_run(config, run, checkpoint_every=0.0, should_stop=lambda left=left: next(left, None) is None)
         return [
             {key: value for key, value in event.items() if key != "time"}
             for event in read_events(tmp_path / name / "events.jsonl")
@@ -857,10 +866,10 @@ def test_an_option_that_tasks_do_not_have_is_wrong_use_and_nothing_is_started(tm
 
 
 def test_how_far_an_epoch_is_can_be_watched_and_is_not_logged(tmp_path, monkeypatch):
-    monkeypatch.setattr(execution, "SHOWN", 0.0)
+    monkeypatch.setattr(run_module, "PROGRESS_INTERVAL", 0.0)
     seen: list[dict] = []
     with Run(tmp_path / "run") as run:
-        execute(configure("digits", method="finetune", epochs=1), run, checkpoint_every=1e9, watch=seen.append)
+        execute_run(configure("digits", method="finetune", epochs=1), run, checkpoint_every=1e9, on_event=seen.append)
     steps = [event["progress"] for event in seen if event["event"] == "step"]
     assert steps == sorted(steps)
     assert len(set(steps)) > 10, "more than the ends of five epochs"
@@ -885,4 +894,4 @@ def test_a_run_whose_configuration_was_lost_is_resumed_and_verified_by_its_check
 )
 def test_a_run_beside_a_gpu_takes_one_cpu_thread_and_others_what_suits_the_preset(preset, device, threads):
     config = replace(configure(preset, method="agscl"), device=device)  # which need not be there
-    assert threads_of(config) == threads
+    assert choose_threads(config) == threads

@@ -19,12 +19,13 @@ from agscl.analysis import metrics
 from agscl.cli import main as cli
 from agscl.cli import terminal
 from agscl.cli.main import main
-from agscl.experiments import compare
-from agscl.experiments.compare import spread
-from agscl.experiments.execute import Interrupted, comparable, execute
+from agscl.experiments import compare, jobs
+from agscl.experiments.compare import summarize_values
+from agscl.experiments.config import configure
 from agscl.experiments.methods import METHODS
-from agscl.experiments.presets import configure
+from agscl.experiments.run import Interrupted, execute_run
 from agscl.runs import Run
+from results import reproducible_part
 
 SMALL = ["compare", "digits", "--methods", "l2,si", "--seeds", "2", "--name", "small"]
 SMALL += ["--epochs", "1", "--batch-size", "64", "--checkpoint-every", "0.1", "--jobs"]
@@ -43,7 +44,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def results(folder: Path) -> dict[str, dict]:
     paths = (folder / "runs" / "small").glob("*/result.json")
-    return {path.parent.name: comparable(json.loads(path.read_text())) for path in paths}
+    return {path.parent.name: reproducible_part(json.loads(path.read_text())) for path in paths}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_run_of_a_comparison_has_the_same_bits_as_the_run_command_gives(compar
     folder, _ = compared
     config = configure("digits", method="l2", seed=1, epochs=1, batch_size=64)
     with Run(tmp_path / "run") as run:
-        alone = execute(config, run, checkpoint_every=1e9, threads=1)
+        alone = execute_run(config, run, checkpoint_every=1e9, threads=1)
     mine = json.loads(json.dumps(alone["methods"]["l2"]))
     theirs = results(folder)["l2-seed1"]["methods"]["l2"]
     assert mine["weights_sha256"] == theirs["weights_sha256"]
@@ -142,23 +143,23 @@ def test_killed_then_interrupted_then_started_again_every_run_ends_with_the_same
 
 
 def test_whatever_ends_a_comparison_ends_its_runs_too(tmp_path):
-    plan = compare.plan("digits", ["l2"], 2, tmp_path, epochs=100_000)
+    plan = compare.plan_comparison("digits", ["l2"], 2, tmp_path, epochs=100_000)
 
     def watch(running):
         if any(job.progress for job in running):
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        compare.run_all(plan, processes=1, checkpoint_every=1e9, watch=watch)
-    assert not any(job.finished for job in plan)
+        jobs.run_jobs(plan, processes=1, checkpoint_every=1e9, on_progress=watch)
+    assert not any(job.is_finished for job in plan)
     assert (plan[0].folder / "checkpoints" / "000001.json").exists(), "and it was stored where it stood"
 
 
 def test_a_comparison_asked_to_stop_before_it_began_trains_nothing(tmp_path):
-    plan = compare.plan("digits", ["l2"], 1, tmp_path)
+    plan = compare.plan_comparison("digits", ["l2"], 1, tmp_path)
     with pytest.raises(Interrupted):
-        compare.run_all(plan, processes=2, checkpoint_every=1e9, stop=lambda: True)
-    assert not any(job.finished for job in plan)
+        jobs.run_jobs(plan, processes=2, checkpoint_every=1e9, should_stop=lambda: True)
+    assert not any(job.is_finished for job in plan)
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
@@ -167,14 +168,14 @@ def test_workers_are_born_deaf_to_ctrl_c():
         def submit(self, *work):
             return frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
-    (blocked,) = compare._submitted(Pool(), ["job"], 1.0)
+    (blocked,) = jobs._submit_jobs(Pool(), ["job"], 1.0)
     assert signal.SIGINT in blocked
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    plan = compare.plan("digits", ["l2"], 1, Path("runs/small"))
+    plan = compare.plan_comparison("digits", ["l2"], 1, Path("runs/small"))
     with cli._held(plan):
         assert main(["compare", "digits", "--methods", "l2", "--seeds", "1", "--name", "small"]) == 2
     assert "another command is at work on runs/small" in capsys.readouterr().err
@@ -182,12 +183,12 @@ def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, mo
 
 def test_a_run_that_fails_leaves_the_others_alone_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(compared[0])
-    monkeypatch.setattr(compare, "_halt", threading.Event(), raising=False)
-    broken = compare.Job(configure("digits", method="l2", epochs=1, lr=1e30, reference=False), tmp_path / "broken")
-    ended = compare._work(broken, 1e9)
-    assert "l2: the loss or a weight became infinite or NaN in task 1" in ended.failed
+    monkeypatch.setattr(jobs, "_stop_event", threading.Event(), raising=False)
+    broken = jobs.Job(configure("digits", method="l2", epochs=1, lr=1e30, reference=False), tmp_path / "broken")
+    ended = jobs._run_job(broken, 1e9)
+    assert "l2: the loss or a weight became infinite or NaN in task 1" in ended.error
 
-    monkeypatch.setattr(compare, "run_all", lambda jobs, **options: options["ended"](broken, ended))
+    monkeypatch.setattr(jobs, "run_jobs", lambda plan, **options: options["on_job_end"](broken, ended))
     assert main(SMALL) == 1
     shown = capsys.readouterr().out
     assert "FAILED L2, seed 0: l2: the loss" in shown
@@ -214,7 +215,7 @@ def test_a_users_mistake_in_a_comparison_is_one_line_and_exit_code_2(arguments, 
 def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(tmp_path, monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=written, force_terminal=True, width=80))
-    plan = compare.plan("digits", ["l2"], 1, tmp_path)
+    plan = compare.plan_comparison("digits", ["l2"], 1, tmp_path)
     (tmp_path / "l2-seed0").mkdir()
     (tmp_path / "l2-seed0" / "events.jsonl").write_text('{"progress": 0.5}\n{"progress": 0.7')
     with terminal.Comparing(plan) as progress:
@@ -230,12 +231,12 @@ def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(tm
 
 
 def test_a_deviation_needs_two_values():
-    assert spread([0.5, 0.7]) == {
+    assert summarize_values([0.5, 0.7]) == {
         "mean": pytest.approx(0.6),
         "deviation": pytest.approx(statistics.stdev([0.5, 0.7])),
         "values": [0.5, 0.7],
     }
-    assert spread([0.5])["deviation"] is None
+    assert summarize_values([0.5])["deviation"] is None
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -247,9 +248,9 @@ def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatc
         (tmp_path / "control").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(compare, "run_all", lambda plan, **more: None)
+    monkeypatch.setattr(jobs, "run_jobs", lambda plan, **more: None)
     for device, seeds in (("cuda", 2), ("cpu", 2), ("cuda", 1)):
-        plan = compare.plan("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
+        plan = compare.plan_comparison("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
         plan = [replace(job, config=replace(job.config, device=device)) for job in plan]
         cli._side_by_side(plan, jobs=2, checkpoint_every=60.0)
         told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
@@ -257,22 +258,22 @@ def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatc
 
 
 def test_a_stop_that_comes_while_the_last_run_ends_is_heard(tmp_path):
-    plan = compare.plan("digits", [], 1, tmp_path, epochs=1)
+    plan = compare.plan_comparison("digits", [], 1, tmp_path, epochs=1)
     done: list[object] = []
     with pytest.raises(Interrupted):
-        compare.run_all(
+        jobs.run_jobs(
             plan,
             processes=1,
             checkpoint_every=1e9,
-            stop=lambda: len(done) > 1,
-            ended=lambda job, how: done.append(job),
-            watch=lambda running: done.append(None) if done else None,  # the last look, after the last end
+            should_stop=lambda: len(done) > 1,
+            on_job_end=lambda job, outcome: done.append(job),
+            on_progress=lambda running: done.append(None) if done else None,  # the last look, after the last end
         )
-    assert plan[0].finished
+    assert plan[0].is_finished
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "_work", _sleep)
+    monkeypatch.setattr(jobs, "_run_job", _sleep)
     begun = time.monotonic()
 
     def stop() -> bool:
@@ -281,11 +282,13 @@ def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monke
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        compare.run_all(compare.plan("digits", [], 1, tmp_path), processes=1, checkpoint_every=1e9, stop=stop)
+        jobs.run_jobs(
+            compare.plan_comparison("digits", [], 1, tmp_path), processes=1, checkpoint_every=1e9, should_stop=stop
+        )
     assert time.monotonic() - begun < 40
 
 
-def _sleep(job: compare.Job, checkpoint_every: float) -> None:
+def _sleep(job: jobs.Job, checkpoint_every: float) -> None:
     time.sleep(60)
 
 
@@ -307,7 +310,7 @@ def test_unless_told_a_comparison_is_the_table_of_its_preset(words, methods, see
         asked.extend([preset, sorted(names), count])
         raise ValueError("enough")
 
-    monkeypatch.setattr(compare, "plan", plan)
+    monkeypatch.setattr(compare, "plan_comparison", plan)
     assert main(["compare", *words]) == 2
     assert asked == [words[0], sorted(methods), seeds]
 
@@ -349,7 +352,7 @@ def test_runs_on_other_pictures_are_not_put_together(tmp_path, monkeypatch, caps
     assert main([*words, "1"]) == 0, "nothing is left to run"
     capsys.readouterr()
     assert main([*words, "2"]) == 2
-    assert "the data is not what" in capsys.readouterr().err
+    assert "changed since it was started" in capsys.readouterr().err
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main([*words, "1", "--runs", str(tmp_path / "runs")]) == 2

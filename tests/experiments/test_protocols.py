@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import FineTune, MultiHead, tasks
-from agscl.experiments.execute import make_trainer
+from agscl.experiments.build import build_trainer
+from agscl.experiments.config import configure
 from agscl.experiments.methods import METHODS
-from agscl.experiments.presets import PRESETS, configure
+from agscl.experiments.presets import PRESETS
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.methods._parts.lifecycle import Method
 from agscl.runs import WrongOptions, hash_state
@@ -24,7 +25,7 @@ VALIDATED = tuple(dataclasses.replace(task, valid_x=task.train_x[::5], valid_y=t
 
 def trainer(name: str, sequence: tuple[Task, ...] = DIGITS, **changes) -> Trainer:
     config = configure("digits", method=name, batch_size=64, **{"epochs": 2, **changes})
-    return make_trainer(config, name, sequence)
+    return build_trainer(config, name, sequence)
 
 
 def finish(running: Trainer) -> Trainer:
@@ -191,7 +192,7 @@ def test_omniglots_settings_are_the_form_behind_the_papers_table():
 def test_changes_are_checked_by_name_and_value():
     config = configure("digits", method="ewc", epochs=3, lam=7.0, patience=2)
     assert (config.training.epochs, config.training.patience, config.settings["lam"]) == (3, 2, 7.0)
-    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. It has: batchnorm, steady, lam"):
+    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. Its settings: batchnorm, steady, lam"):
         configure("digits", method="ewc", mu=3.0)
     with pytest.raises(ValueError, match="lam must be"):
         configure("digits", method="ewc", lam=-1.0)
@@ -207,6 +208,6 @@ def test_a_task_whose_inputs_the_network_cannot_read_is_named_before_anything_is
         x = torch.zeros(2, *shape)
         return Task(name, 2, x, y, x, y, x, y)
 
-    make_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 3, 32, 32)))
-    with pytest.raises(WrongOptions, match=r"reads inputs of 3 × 32 × 32; .*task 'b', are 1 × 28 × 28"):
-        make_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 1, 28, 28)))
+    build_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 3, 32, 32)))
+    with pytest.raises(WrongOptions, match=r"expects inputs of 3 × 32 × 32, .*task 'b' .* are 1 × 28 × 28"):
+        build_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 1, 28, 28)))

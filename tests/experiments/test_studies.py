@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from agscl.cli.main import main
+from agscl.experiments import aopc as aopc_module
 from agscl.experiments import studies
-from agscl.experiments.presets import PRESETS, configure
+from agscl.experiments.config import configure
+from agscl.experiments.presets import PRESETS
 from agscl.experiments.studies import RHOS
 
 SHORT = ["digits", "--epochs", "1", "--name", "studied", "--jobs", "2"]
 
 
 def test_a_trade_off_goes_over_strengths_around_the_presets_with_each_part_left_out(tmp_path):
-    lines = studies.plan("cifar100", "tradeoff", 1, tmp_path)
+    lines = studies.plan_study("cifar100", "tradeoff", 1, tmp_path)
     found: dict[str, list[float]] = {}
     for line in lines[1:]:
         found.setdefault(line.label.split(", λ")[0], []).append(line.settings["lam"])
@@ -41,7 +43,7 @@ def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path,
     jobs = [
         job
         for study in studies.STUDIES
-        for line in studies.plan(preset, study, 2, tmp_path, settings=settings)
+        for line in studies.plan_study(preset, study, 2, tmp_path, settings=settings)
         for job in line.jobs
     ]
     configs = [json.dumps(job.config.as_dict(), sort_keys=True) for job in jobs]
@@ -54,13 +56,13 @@ def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path,
 
 @pytest.mark.parametrize("lam", [0.0, math.inf])
 def test_a_trade_off_needs_a_strength_to_go_around(tmp_path, lam):
-    with pytest.raises(ValueError, match="around agscl's λ, which is"):
-        studies.plan("cifar100", "tradeoff", 1, tmp_path, settings={"agscl": {"lam": lam}})
-    studies.plan("cifar100", "reinit", 1, tmp_path, settings={"agscl": {"lam": lam}})
+    with pytest.raises(ValueError, match="varies λ around agscl's value, which is"):
+        studies.plan_study("cifar100", "tradeoff", 1, tmp_path, settings={"agscl": {"lam": lam}})
+    studies.plan_study("cifar100", "reinit", 1, tmp_path, settings={"agscl": {"lam": lam}})
 
 
 def test_rho_goes_from_a_tenth_to_a_half_with_mas_beside_it(tmp_path):
-    lines = studies.plan("cifar100", "rho", 1, tmp_path, settings={"agscl": {"mu": 3.0}})
+    lines = studies.plan_study("cifar100", "rho", 1, tmp_path, settings={"agscl": {"mu": 3.0}})
     settings = [(line.method, line.jobs[0].config.settings) for line in lines[1:]]
     assert [(method, one.get("rho"), one.get("mu")) for method, one in settings] == [
         *[("agscl", rho, 3.0) for rho in (0.1, 0.2, 0.3, 0.4, 0.5)],
@@ -114,14 +116,14 @@ def test_importances_tell_which_nodes_matter_after_the_first_task_and_after_all(
             assert scores[0] == pytest.approx(sum(row) / len(row))
             assert scores[-1] == pytest.approx(curves["scores"]["highest"][-1])
         aopc = curves["aopc"]
-        assert tuple(aopc) == studies.ORDERS
+        assert tuple(aopc) == aopc_module.ORDERS
         assert len(curves["importances"]) == 3
         assert all(mean > 0 for mean in curves["importances"].values())
         for where in ("", " of each layer"):
             assert aopc[f"highest{where}"][-1] > aopc["random"][-1] > aopc[f"lowest{where}"][-1]
     assert main(words) == 0
     assert "once more" not in capsys.readouterr().out
-    assert "other bits" not in printed
+    assert "differ in bits" not in printed
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +151,7 @@ def studied(finished, tmp_path, capsys, monkeypatch):
 
 
 def test_what_was_measured_is_kept_seed_by_seed_and_measured_anew_of_other_weights(studied, monkeypatch):
-    once = studies._perturbed
+    once = aopc_module._measure_run
 
     def interrupted(job, note):
         if job.config.seed == 1:
@@ -158,12 +160,12 @@ def test_what_was_measured_is_kept_seed_by_seed_and_measured_anew_of_other_weigh
 
     path = Path("runs/studied/aopc.json")
     path.unlink()
-    monkeypatch.setattr(studies, "_perturbed", interrupted)
+    monkeypatch.setattr(aopc_module, "_measure_run", interrupted)
     code, said = studied("aopc", "--seeds", "2")
     assert code == 130
     assert "what was measured is stored" in said
     assert json.loads(path.read_text())["seeds"].keys() == {"0"}
-    monkeypatch.setattr(studies, "_perturbed", once)
+    monkeypatch.setattr(aopc_module, "_measure_run", once)
     assert studied("aopc", "--seeds", "2")[1].count("once more") == 1
     stored = json.loads(path.read_text())
     stored["seeds"]["0"]["weights_sha256"] = "of others"
@@ -189,8 +191,10 @@ def test_a_damaged_file_of_measurements_is_said(studied, content):
 def test_the_first_task_is_learned_again_with_as_many_threads_as_the_run_had(studied, monkeypatch):
     Path("runs/studied/aopc.json").unlink()
     seen, before = [], torch.get_num_threads()
-    once = studies.make_trainer
-    monkeypatch.setattr(studies, "make_trainer", lambda *given: seen.append(torch.get_num_threads()) or once(*given))
+    once = aopc_module.build_trainer
+    monkeypatch.setattr(
+        aopc_module, "build_trainer", lambda *given: seen.append(torch.get_num_threads()) or once(*given)
+    )
     torch.set_num_threads(2)
     try:
         assert studied("aopc")[0] == 0
@@ -206,7 +210,7 @@ def test_other_data_than_a_run_learned_is_refused(studied, monkeypatch):
     path.write_text(path.read_text().replace(": ", ": 1"))
     code, said = studied("aopc")
     assert code == 2
-    assert "the data is not what" in said
+    assert "changed since it was started" in said
 
 
 def test_a_studys_folder_is_no_run_and_a_comparison_there_takes_none_of_its_forms(studied, capsys):
@@ -238,14 +242,14 @@ def test_a_run_whose_last_checkpoint_is_gone_is_said(studied):
         path.unlink()
     code, said = studied("aopc")
     assert code == 1
-    assert "remove the folder, to run it again" in said
+    assert "remove the folder to run it again" in said
     assert "once more" not in said
 
 
 def test_what_is_no_study_is_said_with_those_there_are(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["study", "lambda"]) == 2
-    assert "There are: reinit, tradeoff, rho, prox, aopc" in capsys.readouterr().err
+    assert "Available: reinit, tradeoff, rho, prox, aopc" in capsys.readouterr().err
     assert main(["study", "rho", "--seeds", "0"]) == 2
     assert main(["study", "rho", "digits", "--set", "mu=3"]) == 2
     assert not Path("runs").exists()

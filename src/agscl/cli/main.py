@@ -25,8 +25,8 @@ with contextlib.suppress(ImportError):  # `main` says what is missing
     import tyro
 
 if TYPE_CHECKING:
-    from agscl.experiments.compare import Job
-    from agscl.experiments.presets import RunConfig
+    from agscl.experiments.config import RunConfig
+    from agscl.experiments.jobs import Job
 
 DONE, FAILED, WRONG_USE, STOPPED = 0, 1, 2, 130
 NEWEST = "newest"
@@ -87,8 +87,8 @@ def run(
         checkpoint_every: Seconds between two checkpoints within a task; one is always written at its end.
     """
     from agscl.cli.terminal import Progress, say, summary
-    from agscl.experiments.execute import Interrupted, execute
-    from agscl.experiments.presets import RunConfig, check_device, configure, threads_of
+    from agscl.experiments.config import RunConfig, check_device, choose_threads, configure
+    from agscl.experiments.run import Interrupted, execute_run
     from agscl.runs import Run, is_finished, read_result
     from agscl.runs.tensorboard import TensorBoardLog
 
@@ -147,14 +147,14 @@ def run(
         if current.checkpoints.list_numbers():
             say(f"Continuing {folder}.")
         try:
-            result = execute(
+            result = execute_run(
                 config,
                 current,
                 checkpoint_every=checkpoint_every,
-                threads=threads or threads_of(config),
-                stop=stopped,
-                watch=show,
-                note=say,
+                threads=threads or choose_threads(config),
+                should_stop=stopped,
+                on_event=show,
+                on_message=say,
             )
         except Interrupted:
             known_as = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
@@ -215,10 +215,10 @@ def compare(
     from agscl.cli.terminal import comparison, say
     from agscl.experiments import compare as comparing
     from agscl.experiments.methods import METHODS, REFERENCE, listed
-    from agscl.experiments.presets import preset_called
+    from agscl.experiments.presets import get_preset
 
     with _as_wrong_use():
-        table = preset_called(preset)
+        table = get_preset(preset)
         every = list(METHODS) if methods == "all" else list(table.compared or table.methods)
         names = every if methods in (None, "all") else [each for each in methods.split(",") if listed(each)]
     seeds = table.seeds if seeds is None else seeds
@@ -230,16 +230,16 @@ def compare(
     if seeds < 1:
         raise WrongUse("--seeds must be at least 1")
     with _as_wrong_use():
-        plan = comparing.plan(preset, names, seeds, folder, settings=own, device=device, **changed)
+        plan = comparing.plan_comparison(preset, names, seeds, folder, settings=own, device=device, **changed)
     _tell_finished(plan, folder)
     failed = _side_by_side(plan, jobs, checkpoint_every)
-    compared = comparing.collect(plan)
+    compared = comparing.collect_comparison(plan)
     if compared:
         comparison(compared)
     for job, reason in failed.items():
         say(f"FAILED {job}: {reason}")
-    everything = comparing.collect(comparing.with_others(plan, folder))
-    say(f"\nstored in {comparing.store(folder, preset, everything, failed)}")
+    everything = comparing.collect_comparison(comparing.add_finished_runs(plan, folder))
+    say(f"\nstored in {comparing.store_comparison(folder, preset, everything, failed)}")
     return FAILED if failed else DONE
 
 
@@ -300,7 +300,7 @@ def search(
 
     with _as_wrong_use():
         wanted = only.split(",") if only is not None else None
-        found = searching.search(
+        found = searching.search_settings(
             preset, method, folder, run_jobs, seed=seed, seeds=seeds, only=wanted, device=device, **changed
         )
     searched(found)
@@ -314,7 +314,8 @@ def search(
     words += ["--task-options", *task_options] if task_options else []
     words += ["--device", device] if device != "cpu" else []
     words += ["--fast"] if fast else []
-    say(f"\nstored in {folder / 'search.json'}\n{shlex.join([*searching.command(preset, method, best), *words])}")
+    command = shlex.join([*searching.make_run_command(preset, method, best), *words])
+    say(f"\nstored in {folder / 'search.json'}\n{command}")
     return DONE
 
 
@@ -356,10 +357,10 @@ def study(
         checkpoint_every: Seconds between two checkpoints of a run.
     """
     from agscl.cli.terminal import perturbed, say, studied
-    from agscl.experiments import studies
+    from agscl.experiments import aopc, studies
 
     with _as_wrong_use():
-        common, own = _settings_for(studies.methods_of(study), set)
+        common, own = _settings_for(studies.list_methods(study), set)
         changed = _once(_given(epochs=epochs), common, _speed(device, fast))
         changed |= _tasks(tasks, task_options)
     folder = runs / (name or _named(f"study-{preset}", device, changed | own))
@@ -367,35 +368,36 @@ def study(
     if seeds < 1:
         raise WrongUse("--seeds must be at least 1")
     with _as_wrong_use():
-        lines = studies.plan(preset, study, seeds, folder, settings=own, device=device, **changed)
+        lines = studies.plan_study(preset, study, seeds, folder, settings=own, device=device, **changed)
     plan = [job for line in lines for job in line.jobs]
     _tell_finished(plan, folder)
     failed = _side_by_side(plan, jobs, checkpoint_every)
-    done = [job for job in plan if job.finished]
+    done = [job for job in plan if job.is_finished]
     if study == "aopc":
         try:
-            known = studies.perturbations(folder, preset, done, say)
+            known = aopc.measure_perturbations(folder, preset, done, say)
         except KeyboardInterrupt:
             say("Stopped; what was measured is stored. The same command continues.")
             return STOPPED
         perturbed({str(job.config.seed): known[str(job.config.seed)] for job in done})
         content: dict[str, Any] = {"seeds": known}
     else:
-        studied(studies.collect(lines))
-        content = {"lines": studies.collect(studies.with_others(lines, folder))}
+        studied(studies.collect_study(lines))
+        content = {"lines": studies.collect_study(studies.add_finished_runs(lines, folder))}
     for job, reason in failed.items():
         say(f"FAILED {job}: {reason}")
-    say(f"\nstored in {studies.store(folder, preset, study, content, failed)}")
+    say(f"\nstored in {studies.store_study(folder, preset, study, content, failed)}")
     return FAILED if failed else DONE
 
 
 def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float) -> dict[str, str]:
     """Run jobs, several at a time, and show how far they are; returns why some failed."""
     from agscl.cli.terminal import Comparing, percent, say
-    from agscl.experiments import compare as comparing
+    from agscl.experiments import jobs as running
     from agscl.experiments import search as searching
-    from agscl.experiments.execute import Interrupted, check_finished, load_tasks
+    from agscl.experiments.build import load_tasks
     from agscl.experiments.methods import METHODS
+    from agscl.experiments.run import Interrupted, check_data_unchanged
     from agscl.runs import read_result
 
     _check_numbers(checkpoint_every)
@@ -404,41 +406,41 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
     if jobs is not None and jobs < 1:
         raise WrongUse("--jobs must be at least 1")
     processes = _cores() if jobs is None else jobs
-    on_gpu = [job for job in plan if job.config.device.startswith("cuda") and not job.finished]
+    on_gpu = [job for job in plan if job.config.device.startswith("cuda") and not job.is_finished]
     if min(processes, len(on_gpu)) > 1 and _mps_is_off():
         say("Runs at the same time share a GPU better under NVIDIA's MPS; it starts with: nvidia-cuda-mps-control -d")
-    left = [job for job in plan if not job.finished]
+    left = [job for job in plan if not job.is_finished]
     if left:
         load_tasks(left[0].config)  # once, before several processes would, and to see that it can be
-        finished = {job.config.seed: job for job in plan if job.finished and ":" in job.config.tasks}
+        finished = {job.config.seed: job for job in plan if job.is_finished and ":" in job.config.tasks}
         for job in finished.values():  # what is new must not be compared with what learned something else
-            check_finished(job.folder, job.config)
+            check_data_unchanged(job.folder, job.config)
 
     with _held(plan), _signals() as stopped, Comparing(plan) as progress:
 
-        def ended(job: comparing.Job, how: comparing.Ended) -> None:
+        def ended(job: running.Job, outcome: running.JobOutcome) -> None:
             title = METHODS[job.config.method].title
-            for note in how.notes:  # much the same for each seed
+            for note in outcome.warnings:  # much the same for each seed
                 notes.setdefault(f"{title} {re.sub('[0-9.e-]+', '', note)}", f"Note on {job}: {note}")
-            if how.failed is not None:
-                failed[str(job)] = how.failed
+            if outcome.error is not None:
+                failed[str(job)] = outcome.error
                 progress.ended(job, "failed")
                 return
             if job.config.hold_out:  # of a search
-                progress.ended(job, f"average validation accuracy {percent(searching.judge(job) or 0.0)}")
+                progress.ended(job, f"average validation accuracy {percent(searching.score_job(job) or 0.0)}")
                 return
             result = read_result(job.folder)
             average = result["methods"][job.config.method]["average_accuracy"]
             progress.ended(job, f"average accuracy {percent(average)}")
 
         try:
-            comparing.run_all(
+            running.run_jobs(
                 plan,
                 processes=processes,
                 checkpoint_every=checkpoint_every,
-                stop=stopped,
-                watch=progress.show,
-                ended=ended,
+                should_stop=stopped,
+                on_progress=progress.show,
+                on_job_end=ended,
             )
         except Interrupted:
             progress.close()
@@ -451,7 +453,7 @@ def _side_by_side(plan: Sequence[Job], jobs: int | None, checkpoint_every: float
 def _tell_finished(plan: Sequence[Job], folder: Path) -> None:
     from agscl.cli.terminal import say
 
-    if finished := sum(job.finished for job in plan):
+    if finished := sum(job.is_finished for job in plan):
         say(f"{finished} of {len(plan)} runs in {folder} are finished already.")
 
 
@@ -461,7 +463,7 @@ def _held(plan: Sequence[Job]) -> Iterator[None]:
     from agscl.system.files import lock_file
 
     with contextlib.ExitStack() as stack:
-        for folder in dict.fromkeys(job.folder.parent for job in plan if not job.finished):
+        for folder in dict.fromkeys(job.folder.parent for job in plan if not job.is_finished):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(lock_file(folder / "lock", wait=False))
@@ -481,13 +483,13 @@ def methods() -> int:
     import torch
 
     from agscl.cli.terminal import methods as show
-    from agscl.experiments.execute import memory_after
+    from agscl.experiments.build import measure_memory
     from agscl.experiments.methods import METHODS
 
     torch.set_num_threads(1)  # so small a network is faster on one core
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an epoch is too short for most of them, which is no matter here
-        memory = {name: memory_after("digits", name) for name, listed in METHODS.items() if not listed.bound}
+        memory = {name: measure_memory("digits", name) for name, listed in METHODS.items() if not listed.bound}
     show(memory, "after the 5 tasks of digits, one epoch each")
     return DONE
 
@@ -598,7 +600,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from agscl import __version__
     from agscl.cli.terminal import say
-    from agscl.experiments.execute import Interrupted
+    from agscl.experiments.run import Interrupted
     from agscl.networks import WeightsMissing
     from agscl.runs import DifferentConfig, RunError, WrongOptions
     from agscl.system.process import skip_gc_at_exit, tune_malloc
@@ -679,18 +681,18 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _settings(method: str, pairs: tuple[str, ...]) -> dict[str, Any]:
     """What `--set` says, each value in the type of its setting."""
+    from agscl.experiments.config import list_settings
     from agscl.experiments.methods import read_setting
-    from agscl.experiments.presets import changeable
 
     with _as_wrong_use():
-        kinds = changeable(method)
+        kinds = list_settings(method)
         found = {}
         for pair in pairs:
             key, equals, text = pair.partition("=")
             if not equals:
                 raise WrongUse(f"--set takes KEY=VALUE, e.g. lam=400, not {pair!r}")
             if key not in kinds:
-                raise WrongUse(f"{method} has no setting {key!r}. It has: {', '.join(kinds)}")
+                raise WrongUse(f"{method} has no setting {key!r}. Its settings: {', '.join(kinds)}")
             found[key] = read_setting(kinds[key], key, text)
     return found
 
@@ -704,8 +706,8 @@ def _once(given: dict[str, Any], by_set: dict[str, Any], speed: dict[str, Any]) 
 
 def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """What a comparison's `--set` says: settings of training, and those of each method (METHOD.KEY=VALUE)."""
+    from agscl.experiments.config import list_settings
     from agscl.experiments.methods import METHODS
-    from agscl.experiments.presets import changeable
 
     own: dict[str, dict[str, Any]] = {}
     common = []
@@ -718,7 +720,7 @@ def _settings_for(methods: Sequence[str], pairs: tuple[str, ...]) -> tuple[dict[
         else:
             key = pair.partition("=")[0]
             owners = [name for name in methods if key in METHODS[name].settings]
-            if owners and key not in changeable("finetune"):
+            if owners and key not in list_settings("finetune"):
                 raise WrongUse(f"--set {pair}: say whose setting it is, e.g. --set {owners[0]}.{pair}")
             common.append(pair)
     return _settings("finetune", tuple(common)), own
@@ -739,9 +741,9 @@ def _tasks(tasks: str | None, options: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _speed(device: str, fast: bool) -> dict[str, Any]:
-    from agscl.experiments.presets import fastest
+    from agscl.experiments.config import get_fast_settings
 
-    return fastest(device) if fast else {}
+    return get_fast_settings(device) if fast else {}
 
 
 def _check_group(folder: Path, runs: Path, kind: str) -> None:

@@ -19,9 +19,9 @@ from agscl.analysis.memory import COMMON_PURPOSES, WEIGHT_WISE, Amount, Memory, 
 from agscl.experiments.methods import METHODS
 
 if TYPE_CHECKING:
-    from agscl.experiments.compare import Job
-    from agscl.experiments.presets import RunConfig
-    from agscl.experiments.search import Tried
+    from agscl.experiments.config import RunConfig
+    from agscl.experiments.jobs import Job
+    from agscl.experiments.search import Trial
 
 TITLES = {name: listed.title for name, listed in METHODS.items()}
 OTHERS = {"bases": "bases", "start": "starting weights", "statistics": "BatchNorm statistics of each task"}
@@ -104,7 +104,7 @@ class Comparing(_Live):
     def __init__(self, jobs: Sequence[Job]) -> None:
         super().__init__(21)
         self._jobs = jobs
-        self._ended = sum(job.finished for job in jobs)
+        self._ended = sum(job.is_finished for job in jobs)
         self._whole = self._live.add_task("all", total=len(jobs), completed=self._ended, note=self._count())
         self._bars: dict[Path, rich.progress.TaskID] = {}  # by the run's folder
 
@@ -154,15 +154,17 @@ def comparison(compared: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def searched(tried: Sequence[Tried]) -> None:
+def searched(tried: Sequence[Trial]) -> None:
     """The end of `agscl search`: what was tried, the best first."""
-    from agscl.experiments.compare import spread
+    from agscl.experiments.compare import summarize_values
 
     settings = list(dict.fromkeys(key for one in tried for key in one.settings))
     table = _table(None, *settings, "average validation accuracy, %")
     for one in tried:
         values = [f"{one.settings[key]:g}" for key in settings]
-        table.add_row(*values, "diverged" if one.valid_accuracy is None else _spread(spread(one.by_seed), 100, 1))
+        table.add_row(
+            *values, "diverged" if one.valid_accuracy is None else _spread(summarize_values(one.by_seed), 100, 1)
+        )
     console.print()
     console.print(table)
 

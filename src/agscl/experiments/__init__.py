@@ -1,1 +1,1 @@
-"""Experiments: presets, and running them."""
+"""Experiments: named presets, one run from start to end, comparisons, searches, studies and verification."""

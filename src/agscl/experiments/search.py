@@ -1,4 +1,4 @@
-"""A small search for a method's settings on a preset, judged on validation data alone."""
+"""A small search for a method's settings on a preset, scored on validation data alone."""
 
 from __future__ import annotations
 
@@ -9,43 +9,46 @@ from pathlib import Path
 from typing import Any
 
 from agscl.analysis import metrics
-from agscl.experiments.compare import Job
-from agscl.experiments.execute import HOLD_OUT
+from agscl.experiments.build import HOLD_OUT
+from agscl.experiments.config import configure
+from agscl.experiments.jobs import Job
 from agscl.experiments.methods import listed
-from agscl.experiments.presets import configure
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.system.files import encode_json, write_if_changed
 
 SEED = 1000
-"""The first seed of a search. No comparison uses it, so that what was chosen on it is then tried on others."""
+"""The first seed of a search. Comparisons use 0, 1, 2, …, so settings are never chosen on the seeds they report."""
 FACTORS = (0.1, 1 / 3, 1.0, 3.0, 10.0)
-STEPS = 3
-"""How often a search goes beyond the values of an axis."""
+MAX_EXTENSIONS = 3
+"""How often a search goes beyond the first or last value of an axis."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One setting, and what is tried for it: these values, or the preset's times these factors."""
+    """One setting and the values to try: these, or the preset's value times these factors."""
 
     setting: str
     factors: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
-    def tried(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Settings with each value of this one: the base itself, then what is nearest to it."""
-        now = base[self.setting]
-        if self.factors and now == 0:
-            raise ValueError(f"a search goes by factors, and {self.setting} starts at 0: start it above 0")
-        values = [float(f"{factor * now:.3g}") for factor in self.factors] + list(self.values)
-        nearest = sorted({now, *values}, key=lambda value: (abs(value - now) / (value + now or 1), value))
-        return [{**base, self.setting: value} for value in nearest]
+    def list_candidates(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Settings with each value of this one: first the base itself, then by distance from it."""
+        start = base[self.setting]
+        if self.factors and start == 0:
+            raise ValueError(
+                f"{self.setting} is searched by multiplying its start value, which is 0: start above 0, "
+                f"e.g. --set {self.setting}=1"
+            )
+        values = [float(f"{factor * start:.3g}") for factor in self.factors] + list(self.values)
+        by_distance = sorted({start, *values}, key=lambda value: (abs(value - start) / (value + start or 1), value))
+        return [{**base, self.setting: value} for value in by_distance]
 
-    def further(self, best: Mapping[str, Any], values: Collection[float]) -> list[dict[str, Any]]:
-        """One step beyond the `values` tried, where the best is the first or the last of them."""
-        if not self.factors or best[self.setting] not in (min(values), max(values)):
+    def extend(self, best: Mapping[str, Any], tried: Collection[float]) -> list[dict[str, Any]]:
+        """One candidate beyond the values tried, if the best is the smallest or the largest of them."""
+        if not self.factors or best[self.setting] not in (min(tried), max(tried)):
             return []
-        low, high = self.factors[:2] if best[self.setting] == min(values) else self.factors[-1:-3:-1]
-        return [{**best, self.setting: float(f"{best[self.setting] * low / high:.3g}")}]
+        outer, inner = self.factors[:2] if best[self.setting] == min(tried) else self.factors[-1:-3:-1]
+        return [{**best, self.setting: float(f"{best[self.setting] * outer / inner:.3g}")}]
 
 
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -64,44 +67,44 @@ AXES: dict[str, tuple[Axis, ...]] = {
     "l2": (Axis("lam", FACTORS),),
     "gpm": (Axis("threshold", values=(0.9, 0.95, 0.97, 0.99)),),
 }
-"""One setting after the other: the next starts from the best so far. Where the best value is the first or the last of
-those tried, the search goes on beyond it."""
+"""What is searched for each method: one setting after the other, each starting from the best so far. Where the best
+value is the smallest or the largest tried, the search goes beyond it."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One choice of settings and how it did."""
+class Trial:
+    """One choice of settings and its score."""
 
     settings: dict[str, Any]
     valid_accuracy: float | None
-    """Average validation accuracy after the last task, the mean over seeds; none if it diverged on one of them."""
+    """Average validation accuracy after the last task, the mean over seeds; None if it diverged on any seed."""
     by_seed: list[float | None]
 
 
-def search(
+def search_settings(
     preset: str,
     method: str,
     folder: Path,
-    run: Callable[[Sequence[Job]], None],
+    run_jobs: Callable[[Sequence[Job]], None],
     *,
     seed: int = SEED,
     seeds: int = 1,
     only: Sequence[str] | None = None,
     values: Sequence[float] | None = None,
     **changes: Any,
-) -> list[Tried]:
-    """Try the axes of a method one after the other; the best comes first. `run` runs jobs that are not finished yet.
+) -> list[Trial]:
+    """Search the axes of a method one after the other; the best trial comes first. `run_jobs` runs unfinished jobs.
 
-    Each choice is tried on so many `seeds`, from `seed` on, and judged by its mean. With `only`, these settings alone
-    are searched; the others stay as the preset has them. With `values`, these of the first setting are tried and
-    nothing else.
+    Each choice is tried on `seeds` seeds, starting with `seed`, and scored by the mean. With `only`, these settings are
+    searched and the others stay as in the preset. With `values`, only these values of the first setting are tried.
 
-    All that was tried, now and before, is stored as search.json; what ran before is not run again.
+    All trials, including those of earlier searches in the folder, are stored as search.json. Finished runs are not
+    repeated.
     """
     if method not in AXES:
-        raise ValueError(f"{method} has nothing to search. These have: {', '.join(AXES)}")
+        raise ValueError(f"{method} has no settings to search. These have: {', '.join(AXES)}")
     if seeds < 1:
-        raise ValueError("a search needs at least one seed")
+        raise ValueError(f"seeds must be at least 1, not {seeds}")
     start = configure(preset, method=method, seed=seed, **changes).settings
     base = {**vars(listed(method).load().Config(**start)), **start}
     axes = [axis for axis in AXES[method] if only is None or axis.setting in only]
@@ -112,25 +115,27 @@ def search(
         axes = [Axis(axes[0].setting, values=tuple(values))]
         base = {**base, axes[0].setting: values[0]}
     best = {axis.setting: base[axis.setting] for axis in AXES[method]}
-    tried: dict[str, Tried] = {}
+    trials: dict[str, Trial] = {}
     for axis in axes:
-        settings, seen = axis.tried(best), set()
-        for _ in range(1 + STEPS):
+        candidates, tried = axis.list_candidates(best), set()
+        for _ in range(1 + MAX_EXTENSIONS):
             jobs = [
-                [_job(preset, method, each, folder, place, seed + place, changes) for place in range(seeds)]
-                for each in settings
+                [_make_job(preset, method, settings, folder, seed + i, changes, i > 0) for i in range(seeds)]
+                for settings in candidates
             ]
-            run([job for of_one in jobs for job in of_one if not job.diverged])
-            for each, of_one in zip(settings, jobs, strict=True):
-                tried[name_of(each)] = _tried(each, [judge(job) for job in of_one])
-                seen.add(each[axis.setting])
-            order = _best_first(tried.values())
-            if order[0].valid_accuracy is not None:
-                best = order[0].settings
-            settings = axis.further(best, seen)
-            if not settings or order[0].valid_accuracy is None:
+            run_jobs([job for jobs_of_one in jobs for job in jobs_of_one if not job.has_diverged])
+            for settings, jobs_of_one in zip(candidates, jobs, strict=True):
+                trials[name_settings(settings)] = _make_trial(settings, [score_job(job) for job in jobs_of_one])
+                tried.add(settings[axis.setting])
+            ranking = _sort_by_score(trials.values())
+            if ranking[0].valid_accuracy is not None:
+                best = ranking[0].settings
+            candidates = axis.extend(best, tried)
+            if not candidates or ranking[0].valid_accuracy is None:
                 break
-    before = [one for one in finished(folder, method, seed, seeds) if name_of(one.settings) not in tried]
+    earlier = [
+        trial for trial in load_trials(folder, method, seed, seeds) if name_settings(trial.settings) not in trials
+    ]
     content = encode_json(
         {
             "preset": preset,
@@ -138,69 +143,72 @@ def search(
             "seed": seed,
             "seeds": seeds,
             "changes": changes,
-            "tried": [vars(one) for one in _best_first([*order, *before])],
+            "tried": [vars(trial) for trial in _sort_by_score([*ranking, *earlier])],
         }
     )
     write_if_changed(folder / "search.json", content)
-    return order
+    return ranking
 
 
-def finished(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> list[Tried]:
-    """What a search that was stopped has tried so far on all its seeds, the best first."""
-    found: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
+def load_trials(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> list[Trial]:
+    """The trials of a search that are finished on all its seeds, the best first; the search may have been stopped."""
+    scores: dict[str, list[tuple[dict[str, Any], float | None]]] = {}
     for _, result in read_finished_runs(folder):
         if result["config"]["seed"] not in range(seed, seed + seeds):
             continue
         settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
-        mark = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
-        found.setdefault(name_of(settings), []).append((settings, mark))
-    whole = [_tried(each[0][0], [mark for _, mark in each]) for each in found.values() if len(each) == seeds]
-    return _best_first(whole)
+        score = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
+        scores.setdefault(name_settings(settings), []).append((settings, score))
+    complete = [runs for runs in scores.values() if len(runs) == seeds]
+    return _sort_by_score([_make_trial(runs[0][0], [score for _, score in runs]) for runs in complete])
 
 
-def _best_first(tried: Iterable[Tried]) -> list[Tried]:
-    return sorted(tried, key=lambda one: -(one.valid_accuracy or 0.0))  # of equals, the first tried
-
-
-def _tried(settings: dict[str, Any], marks: list[float | None]) -> Tried:
-    known = [mark for mark in marks if mark is not None]
-    return Tried(settings, statistics.mean(known) if len(known) == len(marks) else None, marks)
-
-
-def name_of(settings: Mapping[str, Any]) -> str:
-    return _words(settings, "-")
-
-
-def _words(settings: Mapping[str, Any], between: str = " ") -> str:
-    return between.join(f"{key}={value:g}" for key, value in settings.items())
-
-
-def _job(
-    preset: str,
-    method: str,
-    settings: Mapping[str, Any],
-    folder: Path,
-    place: int,
-    seed: int,
-    changes: Mapping[str, Any],
-) -> Job:
-    """The run of these settings on one of the seeds; those but the first say so in their names."""
-    config = configure(preset, method=method, seed=seed, reference=False, hold_out=HOLD_OUT, **{**changes, **settings})
-    name, words = name_of(settings), _words(settings)
-    return Job(config, folder / (f"{name}-seed{seed}" if place else name), f"{words} seed {seed}" if place else words)
-
-
-def judge(job: Job) -> float | None:
-    """A job's average validation accuracy after the last task; none if it diverged."""
-    if job.diverged:
+def score_job(job: Job) -> float | None:
+    """The average validation accuracy of a job after its last task; None if it diverged."""
+    if job.has_diverged:
         return None
-    if not job.finished:  # out of memory, say, which tells nothing of the settings
-        raise RunError(f"{job.folder} did not finish, so the search cannot go on. The same command tries it again")
+    if not job.is_finished:  # e.g. out of memory, which says nothing about the settings
+        raise RunError(f"{job.folder} did not finish, so the search cannot continue. The same command tries it again")
     outcome = read_result(job.folder)["methods"][job.config.method]
     return metrics.average_accuracy(outcome["valid_accuracies"])
 
 
-def command(preset: str, method: str, best: Mapping[str, Any]) -> list[str]:
-    """How to run a preset with these settings, word by word."""
-    settings = [f"{key}={value:.12g}" for key, value in best.items()]
-    return ["agscl", "run", preset, "--method", method, "--set", *settings]
+def name_settings(settings: Mapping[str, Any]) -> str:
+    """A name for a choice of settings, as its run's folder has it, e.g. lam=400-mu=10."""
+    return _format_settings(settings, "-")
+
+
+def make_run_command(preset: str, method: str, settings: Mapping[str, Any]) -> list[str]:
+    """The words of the `agscl run` command with these settings."""
+    pairs = [f"{key}={value:.12g}" for key, value in settings.items()]
+    return ["agscl", "run", preset, "--method", method, "--set", *pairs]
+
+
+def _make_job(
+    preset: str,
+    method: str,
+    settings: Mapping[str, Any],
+    folder: Path,
+    seed: int,
+    changes: Mapping[str, Any],
+    name_seed: bool,
+) -> Job:
+    """The run of these settings on one seed; its name has the seed where `name_seed`: all but the search's first."""
+    config = configure(preset, method=method, seed=seed, reference=False, hold_out=HOLD_OUT, **{**changes, **settings})
+    name, label = name_settings(settings), _format_settings(settings, " ")
+    if name_seed:
+        name, label = f"{name}-seed{seed}", f"{label} seed {seed}"
+    return Job(config, folder / name, label)
+
+
+def _make_trial(settings: dict[str, Any], scores: list[float | None]) -> Trial:
+    known = [score for score in scores if score is not None]
+    return Trial(settings, statistics.mean(known) if len(known) == len(scores) else None, scores)
+
+
+def _sort_by_score(trials: Iterable[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda trial: -(trial.valid_accuracy or 0.0))  # stable: of equals, the first tried
+
+
+def _format_settings(settings: Mapping[str, Any], separator: str) -> str:
+    return separator.join(f"{key}={value:g}" for key, value in settings.items())

@@ -1,0 +1,101 @@
+"""What a run is built from: its tasks, its model and method, and its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from agscl import tasks
+from agscl.experiments.config import RunConfig, configure
+from agscl.experiments.methods import METHODS
+from agscl.experiments.protocols import Joint, Separate, all_heads
+from agscl.heads import MultiHead
+from agscl.methods._parts.lifecycle import Method, NodeMethod
+from agscl.methods.finetune import FineTune
+from agscl.networks import NETWORKS
+from agscl.runs import WrongOptions
+from agscl.tasks import TaskSequence
+from agscl.training import Trainer
+from agscl.training.trainer import mixed_seed
+
+HOLD_OUT = 0.1
+"""Share of the training examples used for validation, where a run or a search needs some and the tasks have none."""
+
+
+def load_tasks(config: RunConfig) -> TaskSequence:
+    """The task sequence of a run, with a validation split where training needs one."""
+    try:
+        sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
+    except (ValueError, TypeError) as error:  # an unknown option or an invalid value
+        raise WrongOptions(f"{config.tasks}: {error}") from error
+    split_missing = config.training.validates and any(task.valid_x is None for task in sequence)
+    if split_missing and not config.hold_out and ":" in config.tasks:
+        raise WrongOptions(
+            f"{config.tasks} has no validation split, but patience and restore_best need one: add one with "
+            "--task-options validation=0.1, or train without: --set patience=none restore_best=false"
+        )
+    share = config.hold_out or (HOLD_OUT if split_missing else 0.0)
+    return tuple(task.with_validation(share, config.seed) for task in sequence)
+
+
+def build_trainer(config: RunConfig, method_name: str, sequence: TaskSequence) -> Trainer:
+    """A trainer for the method (or bound) of this name, with a new model."""
+    first = sequence[0]
+    model, method = build_model(config, method_name, first.inputs(first.train_x[:2]))
+    _check_input_shapes(config, getattr(model.trunk, "input_shape", ()), sequence)
+    trainer_class = Joint if method_name == "joint" else Trainer
+    try:
+        return trainer_class(model, method, sequence, config.training, seed=config.seed, device=config.device)
+    except ValueError as error:
+        raise WrongOptions(str(error)) from error
+
+
+def build_model(
+    config: RunConfig, method_name: str, example_input: Tensor | None = None, device: str | None = None
+) -> tuple[MultiHead, Method]:
+    """A new model with the method of this name; a bound is fine-tuning with other data or another model."""
+    torch.manual_seed(mixed_seed(config.seed))
+    device = device or config.device
+    make_trunk = partial(NETWORKS[config.network], **config.network_options)
+    if method_name == "separate":
+        model: MultiHead = Separate(make_trunk)
+        return model, FineTune(model)
+    trunk = make_trunk()
+    model = MultiHead(trunk, features=trunk.features).to(device)
+    if method_name == "joint":
+        return model, FineTune(model, heads=all_heads)
+    settings = dict(config.settings) if method_name == config.method else {}
+    method_class = METHODS[method_name].load()
+    if issubclass(method_class, NodeMethod) and example_input is not None:
+        settings["example_input"] = example_input.to(device)
+    return model, method_class(model, **settings)
+
+
+def measure_memory(preset: str, method_name: str) -> dict[str, int]:
+    """What a method stores after all tasks of a preset, each trained for one epoch."""
+    config = configure(preset, method=method_name, epochs=1)
+    trainer = build_trainer(config, method_name, load_tasks(config))
+    while trainer.advance():
+        pass
+    return trainer.method.memory()
+
+
+def _check_input_shapes(config: RunConfig, expected: Sequence[int], sequence: TaskSequence) -> None:
+    """Raise `WrongOptions` where a task's inputs do not have the shape the network expects, if it expects one."""
+    for task in sequence if expected else ():
+        shape = tuple(task.inputs(task.train_x[:1]).shape[1:])
+        if shape != tuple(expected):
+            can_resize = ":" in config.tasks and len(expected) == 3
+            resize = f"Resize them: --task-options size={expected[-1]} channels={expected[0]}"
+            raise WrongOptions(
+                f"the network {config.network} expects inputs of {_format_shape(expected)}, but those of task "
+                f"{task.name!r} of {config.tasks} are {_format_shape(shape)}. "
+                f"{resize if can_resize else 'Use a preset with another network'}"
+            )
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))

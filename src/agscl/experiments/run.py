@@ -1,0 +1,213 @@
+"""One run from start to end, or from where it stopped: first fine-tuning as the reference, then the method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agscl.analysis import metrics
+from agscl.certificate import Certificate, Probe
+from agscl.experiments.build import build_trainer, load_tasks
+from agscl.experiments.config import RunConfig
+from agscl.experiments.environment import record_environment
+from agscl.experiments.methods import REFERENCE
+from agscl.runs import DifferentConfig, Run, RunError, hash_state
+from agscl.runs.folder import DIVERGED, read_json
+from agscl.system.tf32 import tf32_for
+from agscl.tasks import TaskSequence
+from agscl.training import CompileFailed, Trainer, TrainingFailed
+from agscl.training.trainer import Event
+
+CHECKPOINT_SPACING = 20.0
+"""Time between two checkpoints, at least, in multiples of the time one takes to write: a twentieth of the total."""
+PROGRESS_INTERVAL = 0.5
+"""Seconds between two reports of the progress within an epoch."""
+PROBE_SIZE = 16
+"""Random inputs for which a certificate stores the outputs of all heads."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and stored a checkpoint."""
+
+
+def execute_run(
+    config: RunConfig,
+    run: Run,
+    *,
+    checkpoint_every: float,
+    threads: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_event: Callable[[Event], None] = lambda event: None,
+    on_message: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Train what is not trained yet, write result.json and return its content.
+
+    A checkpoint is written every `checkpoint_every` seconds, less often where writing takes long, and at the end of
+    each task. `should_stop` is called between any two steps; when it returns True, a checkpoint is written and
+    `Interrupted` raised. `on_event` gets the events of training, `on_message` lines for a person.
+    """
+    run.store_config(config.as_dict())
+    environment = record_environment(run, threads)
+    if environment["torch"] != torch.__version__:
+        on_message(f"This run was started with torch {environment['torch']} and continues with {torch.__version__}.")
+    sequence = load_tasks(config)
+    state = run.resume() or {"method": None, "finished": {}, "seconds": {}}
+    state["data"] = _check_data(run, sequence, state.get("data"))
+    damaged = run.checkpoints.damaged
+    for number, reason in damaged.items():
+        none_left = state["method"] is None and number == min(damaged)
+        next_step = "no earlier one is left: starting from the beginning" if none_left else "using the one before it"
+        on_message(f"Checkpoint {number} is damaged ({reason}); {next_step}.")
+
+    remaining = [name for name in list_trained_methods(config) if name not in state["finished"]]
+    for later in remaining[1:]:
+        build_trainer(config, later, sequence)  # so that wrong options are reported before any training
+    for name in remaining:
+        with tf32_for(config.training.precision):  # for certificates too
+            trainer = build_trainer(config, name, sequence)
+            if state["method"] == name:
+                trainer.load_state_dict(state["trainer"])
+            state["method"] = name
+            certify = name == config.method and name != "joint"
+            _train_method(trainer, state, run, checkpoint_every, should_stop, on_event, certify)
+
+    result = {
+        "config": config.as_dict(),
+        "tasks": [task.name for task in sequence],
+        "methods": state["finished"],
+        "environment": environment,
+        "seconds": state["seconds"],
+    }
+    run.write_json("result.json", result)
+    return result
+
+
+def list_trained_methods(config: RunConfig) -> list[str]:
+    """The methods that a run trains, in order."""
+    return [REFERENCE, config.method] if config.reference and config.method != REFERENCE else [config.method]
+
+
+def check_data_unchanged(folder: Path, config: RunConfig) -> None:
+    """Raise `DifferentConfig` if the data of a finished run changed since."""
+    if (folder / "data.json").exists():
+        _check_data(Run(folder), load_tasks(config), None)
+
+
+def _check_data(run: Run, sequence: TaskSequence, in_checkpoint: dict[str, int] | None) -> dict[str, int]:
+    """Compare the data's checksums with those in data.json, or else in the checkpoint; store them for a new run."""
+    path = run.folder / "data.json"
+    checksums = {task.name: task.checksum() for task in sequence}
+    stored = (read_json(path, ". Remove it") if path.exists() else None) or in_checkpoint or checksums
+    if changed := [name for name in dict.fromkeys([*stored, *checksums]) if stored.get(name) != checksums.get(name)]:
+        raise DifferentConfig(
+            f"the data of {run.folder} changed since it was started (tasks: {', '.join(changed)}). Restore the data, "
+            "or choose another --name for a new run"
+        )
+    if not path.exists():
+        run.write_json(path.name, checksums)
+    return checksums
+
+
+def _train_method(
+    trainer: Trainer,
+    state: dict[str, Any],
+    run: Run,
+    checkpoint_every: float,
+    should_stop: Callable[[], bool],
+    on_event: Callable[[Event], None],
+    certify: bool,
+) -> None:
+    """Train one method to its end and put its outcome into `state`, which is what a checkpoint holds."""
+    name: str = state["method"]
+    last_save, save_seconds, last_report = time.monotonic(), 0.0, time.monotonic()
+
+    def log_event(event: Event) -> None:
+        event = {"method": name, "progress": trainer.progress, **event}
+        run.log_event({**event, "time": time.time()})
+        on_event(event)
+
+    def save_checkpoint() -> None:
+        nonlocal last_save, save_seconds
+        last_save, before = time.monotonic(), last_save
+        state["seconds"][name] = state["seconds"].get(name, 0.0) + last_save - before
+        state["trainer"] = trainer.state_dict()
+        run.save_checkpoint(state)
+        save_seconds = time.monotonic() - last_save
+
+    trainer.emit = log_event
+    tasks_learned = trainer.task_index
+    should_stop()  # from this first call on, a signal no longer interrupts but asks to stop
+    try:
+        while trainer.advance():
+            if trainer.task_index > tasks_learned:
+                tasks_learned = trainer.task_index
+                if certify:
+                    _store_certificate(trainer, run, tasks_learned)
+                if not trainer.done:
+                    save_checkpoint()
+            if should_stop():
+                save_checkpoint()
+                raise Interrupted
+            if time.monotonic() - last_save >= max(checkpoint_every, CHECKPOINT_SPACING * save_seconds):
+                save_checkpoint()
+            if time.monotonic() - last_report >= PROGRESS_INTERVAL:
+                last_report = time.monotonic()
+                on_event({"event": "step", "method": name, "progress": trainer.progress})
+        outcome = _summarize_outcome(trainer, name, state["finished"].get(REFERENCE))
+        if certify:
+            outcome["certificate"] = _describe_certificate(Certificate.load(_certificate_path(run, tasks_learned)))
+        state["finished"][name] = outcome
+        save_checkpoint()
+    except CompileFailed as error:
+        raise RunError(f"{name}: {error}") from error
+    except (TrainingFailed, FloatingPointError) as error:  # the latter from a method that checks activations
+        run.write_json(DIVERGED, {"reason": str(error)})
+        numbers = run.checkpoints.list_numbers()
+        stored = f"The last good checkpoint is number {numbers[-1]}." if numbers else "No checkpoint was written yet."
+        raise RunError(f"{name}: {error}. {stored}") from error
+
+
+def _summarize_outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> dict[str, Any]:
+    accuracies = trainer.accuracies
+    reference_accuracies = accuracies if name == REFERENCE else reference and reference["accuracies"]
+    return {
+        "accuracies": accuracies,
+        "valid_accuracies": trainer.valid_accuracies,
+        "average_accuracy": metrics.average_accuracy(accuracies),
+        "plasticity": metrics.plasticity(accuracies, reference_accuracies) if reference_accuracies else None,
+        "stability": metrics.stability(accuracies),
+        "forgetting": metrics.forgetting(accuracies),
+        "weights": sum(parameter.numel() for parameter in trainer.model.trunk.parameters()),
+        "losses": trainer.losses,
+        "statistics": trainer.statistics,
+        "memory": trainer.method.memory(),
+        "weights_sha256": hash_state(trainer.model.state_dict()),
+        "method_sha256": hash_state(trainer.method.state_dict()),
+    }
+
+
+def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> None:
+    certificate = trainer.method.certificate()
+    if certificate.probe is None:
+        first = trainer.tasks[0]
+        shape = first.inputs(first.train_x[:1]).shape[1:]
+        batch = Probe.draw([PROBE_SIZE, *shape], seed=0).to(trainer.device)
+        certificate = replace(certificate, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
+    with run.explain_write_errors():
+        certificate.save(_certificate_path(run, tasks_learned))
+
+
+def _describe_certificate(certificate: Certificate) -> str:
+    if certificate.layout.size:
+        return str(certificate)
+    heads = len(certificate.heads) - 1
+    return f"after task {certificate.task!r}: {heads} earlier heads unchanged; this method certifies no nodes"
+
+
+def _certificate_path(run: Run, tasks_learned: int) -> Path:
+    return run.folder / "certificates" / f"{tasks_learned:02d}.json"
