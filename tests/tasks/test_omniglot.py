@@ -15,8 +15,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from agscl import tasks
-from agscl.experiments.execute import build
-from agscl.experiments.presets import configure
+from agscl.experiments.build import build_model
+from agscl.experiments.config import configure
 from agscl.training import Trainer
 
 DATA = Path(os.environ.get("AGSCL_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -29,7 +29,7 @@ def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(m
     monkeypatch.setenv("AGSCL_CACHE", str(tmp_path))
     config = configure("omniglot5", method="agscl", seed=0, epochs=3, lam=math.inf, mu=170.0)
     sequence = tasks.load("omniglot", seed=0, alphabets=2)
-    model, method = build(config, "agscl", sequence[0].train_x[:2])
+    model, method = build_model(config, "agscl", sequence[0].train_x[:2])
     trainer = Trainer(model, method, sequence, config.training, seed=0)
     old = None
     while trainer.advance():
