@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agscl import EWC, MultiHead
 from agscl.networks.mlp import MLP
-from agscl.tasks import digits
+from agscl.tasks import load
 
 EPOCHS, BATCH, RATE, WIDTHS = 30, 32, 1e-2, (50, 50, 50)  # those of the digits preset
 FORMS = ("estimated", "sampled", "empirical", "batched")
@@ -60,7 +60,7 @@ def main() -> None:
         total: dict[str, list[float]] = {form: [] for form in FORMS}
         away: dict[str, list[float]] = {form: [] for form in FORMS}
         for seed in range(arguments.seeds):
-            tasks = [(task.train_x, task.train_y) for task in digits.load(seed=seed)]
+            tasks = [(task.train_x, task.train_y) for task in load("digits", seed=seed)]
             if classes == 10:
                 labels = [y + 2 * number for number, (_, y) in enumerate(tasks)]
                 tasks = [(torch.cat([x for x, _ in tasks]), torch.cat(labels))]

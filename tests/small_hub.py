@@ -1,50 +1,64 @@
-"""A web server that speaks as much of the Hugging Face hub as is needed, and fails when told to."""
+"""A web server that speaks as much of the Hugging Face hub as its client and agscl need, and fails on request."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
-import urllib.parse
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 REVISION = "5eed" * 10
-BRANCH = "refs%2Fconvert%2Fparquet"
+PARQUET_BRANCH = "refs%2Fconvert%2Fparquet"
 
 
 @dataclass
 class SmallHub:
-    """`datasets`: by name, the files of the Parquet branch by path. Downloads are redirected to another host name."""
+    """Files of datasets and models are redirected to another host name, as the hub does with large files."""
 
     datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    small: set[str] = field(default_factory=set)
-    """Paths that are listed with a git object id only, as small files are."""
-    others: dict[str, bytes] = field(default_factory=dict)
-    """Further files, by path."""
-    cuts: list[int] = field(default_factory=list)
+    """By dataset, the files of its Parquet branch by path."""
+    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """By repository, its files by path."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Old names of repositories: new names."""
+    other_files: dict[str, bytes] = field(default_factory=dict)
+    """Files outside repositories, by path."""
+    stored_in_git: set[str] = field(default_factory=set)
+    """Paths that have a git object id and no SHA-256, as small files have."""
+    siblings: list[dict[str, object]] | None = None
+    """A listing to give instead of the true one."""
+    checksum: str | None = None
+    """A SHA-256 to state for files of models instead of the true one; empty for none."""
+    redirect_to: str | None = None
+    """Where requests for a file are redirected instead."""
+    cut_after: list[int] = field(default_factory=list)
     """Each of the next transfers breaks off after so many bytes."""
-    stalls: list[int] = field(default_factory=list)
-    """Each of the next transfers stops after so many bytes until `released` is set."""
-    released: threading.Event = field(default_factory=threading.Event)
-    answers: list[int] = field(default_factory=list)
-    """Status codes of the next requests for a file."""
-    ranges: bool = True
-    """Whether parts of a file can be asked for."""
-    lie: bytes | None = None
+    stall_after: list[int] = field(default_factory=list)
+    """Each of the next transfers stops after so many bytes until `stall_ends` is set."""
+    stall_ends: threading.Event = field(default_factory=threading.Event)
+    statuses: list[int] = field(default_factory=list)
+    """Status codes of the next requests for the content of a file."""
+    listing_statuses: list[int] = field(default_factory=list)
+    """Status codes of the next requests for a listing."""
+    has_ranges: bool = True
+    """Whether a part of a file can be requested."""
+    announces_length: bool = True
+    """Whether answers have a Content-Length."""
+    wrong_content: bytes | None = None
     """Sent instead of any file."""
-    asked: list[tuple[str, str | None, str | None]] = field(default_factory=list)
+    requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     """Path, Range and Authorization of all requests."""
-    page: int = 2
-    """Entries on a page of a listing."""
 
     def __enter__(self) -> SmallHub:
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                hub.asked.append((self.path, self.headers.get("Range"), self.headers.get("Authorization")))
+                hub.requests.append((self.path, self.headers.get("Range"), self.headers.get("Authorization")))
                 hub.answer(self)
+
+            do_HEAD = do_GET
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -62,78 +76,91 @@ class SmallHub:
         self.thread.join()
 
     def transfers(self) -> list[str | None]:
-        """The ranges of all requests that were sent a file, or a part of it."""
-        return [wanted for path, wanted, _ in self.asked if path.startswith("/cdn/")]
+        """The ranges of all requests for the content of a file."""
+        return [
+            requested for path, requested, _ in self.requests if path.startswith("/cdn/") or path in self.other_files
+        ]
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, _, query = request.path.partition("?")
+        path = request.path.partition("?")[0]
+        for old, new in self.renamed.items():
+            if f"/{old}/" in path:
+                return self._send(request, 307, {"Location": path.replace(f"/{old}/", f"/{new}/")})
         for name, files in self.datasets.items():
-            if path == f"/api/datasets/{name}/revision/{BRANCH}":
-                return self._send(request, json.dumps({"sha": REVISION}).encode())
-            if path == f"/api/datasets/{name}/tree/{REVISION}":
-                return self._list(request, name, files, dict(urllib.parse.parse_qsl(query)))
+            if path == f"/api/datasets/{name}/revision/{PARQUET_BRANCH}":
+                return self._send_listing(request, name, files)
             start = f"/datasets/{name}/resolve/{REVISION}/"
             if path.startswith(start) and path.removeprefix(start) in files:
-                request.send_response(302)
-                request.send_header("Location", f"http://localhost:{self.port}/cdn/{name}/{path.removeprefix(start)}")
-                request.send_header("Content-Length", "0")
-                return request.end_headers()
+                return self._redirect(request, f"{name}/{path.removeprefix(start)}", {})
             if path.startswith(f"/cdn/{name}/"):
-                return self._file(request, files[path.removeprefix(f"/cdn/{name}/")])
-        if path in self.others:
-            return self._file(request, self.others[path])
-        return request.send_error(404)
+                return self._send_file(request, files[path.removeprefix(f"/cdn/{name}/")])
+        for name, files in self.models.items():
+            if path.startswith(f"/{name}/resolve/"):
+                file = path.removeprefix(f"/{name}/resolve/").partition("/")[2]
+                if file in files:
+                    return self._redirect(request, f"{name}/{file}", self._describe(files[file]))
+                return self._send(request, 404, {"X-Error-Code": "EntryNotFound"})
+            if path.startswith(f"/cdn/{name}/"):
+                return self._send_file(request, files[path.removeprefix(f"/cdn/{name}/")])
+        if path in self.other_files:
+            return self._send_file(request, self.other_files[path])
+        return self._send(request, 404, {"X-Error-Code": "RepoNotFound"})
 
-    def _list(self, request: BaseHTTPRequestHandler, name: str, files: dict[str, bytes], query: dict[str, str]) -> None:
-        entries = [{"type": "directory", "path": path.rsplit("/", 1)[0], "oid": "0", "size": 0} for path in files][:1]
+    def _redirect(self, request: BaseHTTPRequestHandler, file: str, headers: dict[str, str]) -> None:
+        target = self.redirect_to or f"http://localhost:{self.port}/cdn/{file}"
+        self._send(request, 302, {"Location": target, **headers})
+
+    def _describe(self, content: bytes) -> dict[str, str]:
+        headers = {"X-Repo-Commit": REVISION, "X-Linked-Size": str(len(content))}
+        checksum = hashlib.sha256(content).hexdigest() if self.checksum is None else self.checksum
+        return {**headers, "X-Linked-Etag": f'"{checksum}"'} if checksum else headers
+
+    def _send_listing(self, request: BaseHTTPRequestHandler, name: str, files: dict[str, bytes]) -> None:
+        if self.listing_statuses:
+            return self._send(request, self.listing_statuses.pop(0), {})
+        siblings: list[dict[str, object]] = [{"rfilename": ".gitattributes", "size": 0, "blobId": "0" * 40}]
         for path, content in files.items():
-            git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entry = {"type": "file", "path": path, "oid": git, "size": len(content)}
-            if path not in self.small:
-                entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 132}
-            entries.append(entry)
-        start = int(query.get("cursor", 0))
-        headers = {}
-        if start + self.page < len(entries):
-            following = f"{self.url}/api/datasets/{name}/tree/{REVISION}?recursive=true&cursor={start + self.page}"
-            headers["Link"] = f'<{following}>; rel="next"'
-        self._send(request, json.dumps(entries[start : start + self.page]).encode(), headers)
+            git_id = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            entry: dict[str, object] = {"rfilename": path, "blobId": git_id, "size": len(content)}
+            if path not in self.stored_in_git:
+                sha256 = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 132}
+            siblings.append(entry)
+        content = {"id": name, "sha": REVISION, "siblings": siblings if self.siblings is None else self.siblings}
+        return self._send(request, 200, {}, json.dumps(content).encode())
 
-    def _file(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
-        if self.answers:
-            code = self.answers.pop(0)
-            request.send_response(code)
-            request.send_header("Retry-After", "0")
-            request.send_header("Content-Length", "0")
-            return request.end_headers()
-        content = content if self.lie is None else self.lie
+    def _send_file(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
+        if self.statuses:
+            return self._send(request, self.statuses.pop(0), {"Retry-After": "0"})
+        content = content if self.wrong_content is None else self.wrong_content
         start = 0
-        wanted = request.headers.get("Range")
-        if wanted and self.ranges:
-            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        requested = request.headers.get("Range")
+        if requested and self.has_ranges:
+            start = int(requested.removeprefix("bytes=").removesuffix("-"))
             if start >= len(content):
                 return request.send_error(416)
         request.send_response(206 if start else 200)
-        request.send_header("Content-Length", str(len(content) - start))
+        if self.announces_length:
+            request.send_header("Content-Length", str(len(content) - start))
         if start:
             request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         request.end_headers()
-        if self.stalls:
-            request.wfile.write(content[start : start + self.stalls.pop(0)])
+        if self.stall_after:
+            request.wfile.write(content[start : start + self.stall_after.pop(0)])
             request.wfile.flush()
-            self.released.wait(60)
+            self.stall_ends.wait(60)
             request.close_connection = True
             return None
-        end = start + self.cuts.pop(0) if self.cuts else len(content)
+        end = start + self.cut_after.pop(0) if self.cut_after else len(content)
         request.wfile.write(content[start:end])
         if end < len(content):
             request.close_connection = True
         return None
 
     @staticmethod
-    def _send(request: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] | None = None) -> None:
-        request.send_response(200)
-        for name, value in (headers or {}).items():
+    def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes = b"") -> None:
+        request.send_response(status)
+        for name, value in headers.items():
             request.send_header(name, value)
         request.send_header("Content-Length", str(len(content)))
         request.end_headers()

@@ -339,9 +339,9 @@ def test_runs_on_other_pictures_are_not_put_together(tmp_path, monkeypatch, caps
         for label, number in itertools.product(range(4), range(6)):
             path = tmp_path / "own" / f"class{label}" / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(pictures.encoded(pictures.pixels(10 * seed + label, number)))
+            path.write_bytes(small_images.encode_image(small_images.make_pixels(10 * seed + label, number)))
 
-    pictures = pytest.importorskip("pictures")
+    small_images = pytest.importorskip("small_images")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGSCL_CACHE", str(tmp_path / "cache"))
     draw(0)

@@ -98,7 +98,7 @@ def test_joint_reads_pictures_as_every_other_method_does_with_crops_drawn_anew()
     loss = joint._loss(rows)
     torch.manual_seed(0)
     parts = [(0, rows[rows < 20]), (1, rows[rows >= 20] - 20)]
-    batches = [(place, *joint.task_at(place).batch(within)) for place, within in parts]
+    batches = [(place, *joint.task_at(place).make_batch(within)) for place, within in parts]
     each = [F.cross_entropy(model(x, f"t{place}"), y, reduction="sum") for place, x, y in batches]
     torch.testing.assert_close(loss, sum(each) / len(rows))
 

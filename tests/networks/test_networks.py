@@ -3,10 +3,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from agscl import MultiHead, NodeGraph
-from agscl.data import download
-from agscl.networks import NETWORKS, WeightsMissing, alexnet
-from agscl.networks.weights import Download, fetch, find, load
+from agscl.data.remote import RemoteFile
+from agscl.networks import NETWORKS, WeightsError, alexnet
+from agscl.networks.weights import download_weights, find_weights, load_weights
 
 COUNTS = {  # nodes, weights
     "mlp": (128, 8_320),
@@ -121,7 +119,7 @@ class Small(nn.Module):
         self.conv, self.dense = nn.Sequential(nn.Conv2d(1, 2, 3)), nn.Sequential(nn.Linear(4, 3))
 
 
-NAMES = {"features.": "conv.", "classifier.": "dense."}
+PREFIXES = {"features.": "conv.", "classifier.": "dense."}
 
 
 def small() -> dict[str, torch.Tensor]:
@@ -134,15 +132,15 @@ def small() -> dict[str, torch.Tensor]:
     }
 
 
-def take(path: Path) -> Small:
+def load_small(path: Path) -> Small:
     module = Small()
-    load(module, path, names=NAMES, without="classifier.6.")
+    load_weights(module, path, prefixes=PREFIXES, skip="classifier.6.")
     return module
 
 
 def test_weights_of_half_precision_are_taken_in_the_networks_own(tmp_path):
     save_file({key: tensor.half() for key, tensor in small().items()}, tmp_path / "half.safetensors")
-    module = take(tmp_path / "half.safetensors")
+    module = load_small(tmp_path / "half.safetensors")
     assert all(p.dtype == torch.float32 and bool((p == 1).all()) for p in module.parameters())
 
 
@@ -159,8 +157,8 @@ def test_weights_of_another_network_are_refused_by_name_and_nothing_is_changed(c
     torch.save({key: t for key, t in {**small(), **change}.items() if t is not None}, tmp_path / "other.pth")
     module = Small()
     before = [p.clone() for p in module.parameters()]
-    with pytest.raises(WeightsMissing, match=words):
-        load(module, tmp_path / "other.pth", names=NAMES, without="classifier.6.")
+    with pytest.raises(WeightsError, match=words):
+        load_weights(module, tmp_path / "other.pth", prefixes=PREFIXES, skip="classifier.6.")
     assert all(torch.equal(p, was) for p, was in zip(module.parameters(), before, strict=True))
 
 
@@ -174,8 +172,8 @@ def test_a_file_that_would_run_code_is_not_opened(tmp_path, monkeypatch):
     torch.save({**small(), "trap": Trap()}, tmp_path / "trap.pth")
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps(Trap(), protocol=2))
     for name in ("trap.pth", "plain.pkl"):
-        with pytest.raises(WeightsMissing, match="cannot be read as weights"):
-            take(tmp_path / name)
+        with pytest.raises(WeightsError, match="cannot be read as weights"):
+            load_small(tmp_path / name)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -184,19 +182,19 @@ def test_a_file_that_is_cut_off_is_an_error_that_names_it(name, tmp_path):
     path = tmp_path / name
     torch.save(small(), path) if name.endswith("pth") else save_file(small(), path)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(WeightsMissing, match=rf"{name} cannot be read as weights"):
-        take(path)
+    with pytest.raises(WeightsError, match=rf"{name} cannot be read as weights"):
+        load_small(path)
 
 
 def test_a_file_with_something_else_than_a_state_dict_is_an_error(tmp_path):
     torch.save([torch.ones(3)], tmp_path / "list.pth")
-    with pytest.raises(WeightsMissing, match="holds a list, not the tensors of a state_dict"):
-        take(tmp_path / "list.pth")
+    with pytest.raises(WeightsError, match="contains a list, not a state_dict of tensors"):
+        load_small(tmp_path / "list.pth")
 
 
 def test_a_path_where_nothing_is_says_what_weights_can_be(tmp_path):
     with pytest.raises(
-        WeightsMissing, match=r"there is no file .*nothing.pth; weights is 'imagenet', a file, or hf://"
+        WeightsError, match=r"there is no file .*nothing.pth; weights must be 'imagenet', a file, or hf://"
     ):
         NETWORKS["alexnet"](weights=tmp_path / "nothing.pth")
 
@@ -204,192 +202,136 @@ def test_a_path_where_nothing_is_says_what_weights_can_be(tmp_path):
 # Downloads -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Server:
-    """Gives `content` at any path but /missing, as badly as it is told to."""
-
-    content: bytes
-    address: str = ""
-    cut: list[int] = field(default_factory=list)  # how many bytes the next answers give before they break off
-    checksum: str | None = None  # told as the hub does
-    asked: list[str | None] = field(default_factory=list)  # the range of each request
-    paths: list[str] = field(default_factory=list)
-
-    def url(self, name: str) -> str:
-        return f"{self.address}/{name}"
-
-
-@pytest.fixture
-def server():
-    told = Server(os.urandom(3_000_000))
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-        def do_HEAD(self):
-            told.paths.append(self.path)
-            if "/renamed/" in self.path:
-                self.send_response(307)
-                self.send_header("Location", self.path.replace("/renamed/", "/named/"))
-            elif self.path == "/missing":
-                self.send_response(404)
-            else:
-                self.send_response(302)
-                self.send_header("Location", f"{told.address}/store")
-                if told.checksum:
-                    self.send_header("X-Linked-Etag", f'"{told.checksum}"')
-                    self.send_header("X-Linked-Size", str(len(told.content)))
-            self.end_headers()
-
-        def do_GET(self):
-            told.asked.append(self.headers["Range"])
-            if self.path == "/missing":
-                self.send_error(404)
-                return
-            if "/resolve/" in self.path:
-                self.send_response(302)
-                self.send_header("Location", f"{told.address}/store")
-                self.end_headers()
-                return
-            start = int(self.headers["Range"][6:-1]) if self.headers["Range"] else 0
-            self.send_response(206 if start else 200)
-            self.send_header("Content-Length", str(len(told.content) - start))
-            self.end_headers()
-            stop = start + told.cut.pop(0) if told.cut else None
-            self.wfile.write(told.content[start:stop])
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    told.address = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    yield told
-    http.shutdown()
-    http.server_close()
-    thread.join()
-
-
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Nothing of this machine is looked at or written to."""
+def isolated(tmp_path, monkeypatch):
+    """Nothing of this machine is read or written."""
     monkeypatch.delenv("AGSCL_DATA", raising=False)
-    monkeypatch.delenv("HF_ENDPOINT", raising=False)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "torch"))
-    monkeypatch.setattr(download, "PAUSE", 0.0)
 
 
-def of(server: Server, name: str = "file.pth") -> Download:
-    return Download(server.url(name), hashlib.sha256(server.content).hexdigest(), len(server.content))
+@pytest.fixture
+def content():
+    return os.urandom(3_000_000)
 
 
-def test_a_download_is_whole_checked_and_leaves_no_part_behind(server, tmp_path):
-    fetch(of(server), tmp_path / "new" / "file.pth")
-    assert (tmp_path / "new" / "file.pth").read_bytes() == server.content
-    assert [p.name for p in (tmp_path / "new").iterdir() if p.suffix == ".part"] == []
+@pytest.fixture
+def remote(small_hub, content):
+    small_hub.other_files["/file.pth"] = content
+    return describe(small_hub, "file.pth", content)
 
 
-def test_a_connection_that_breaks_is_taken_up_where_it_stopped(server, tmp_path):
-    server.cut = [1_000_000, 500_000]
-    fetch(of(server), tmp_path / "file.pth")
-    assert (tmp_path / "file.pth").read_bytes() == server.content
-    assert server.asked == [None, "bytes=1000000-", "bytes=1500000-"]
+def describe(small_hub, name: str, content: bytes) -> RemoteFile:
+    return RemoteFile(f"{small_hub.url}/{name}", name, hashlib.sha256(content).hexdigest(), size=len(content))
 
 
-def test_what_an_earlier_process_left_is_taken_up(server, tmp_path):
-    (tmp_path / "file.pth.part").write_bytes(server.content[:2_000_000])
-    fetch(of(server), tmp_path / "file.pth")
-    assert server.asked == ["bytes=2000000-"]
-    assert (tmp_path / "file.pth").read_bytes() == server.content
+def test_a_download_is_complete_and_leaves_no_part_behind(remote, content, tmp_path):
+    download_weights(remote, tmp_path / "new" / "file.pth")
+    assert (tmp_path / "new" / "file.pth").read_bytes() == content
+    assert [path.name for path in (tmp_path / "new").iterdir() if path.suffix == ".part"] == []
 
 
-def test_other_content_than_expected_never_gets_the_name_and_is_deleted(server, tmp_path):
-    with pytest.raises(WeightsMissing, match="it is not the expected file, with a SHA-256 of 00000000"):
-        fetch(replace(of(server), sha256="0" * 64), tmp_path / "file.pth")
+def test_the_part_of_an_earlier_process_is_resumed(small_hub, remote, content, tmp_path):
+    (tmp_path / "file.pth.part").write_bytes(content[:2_000_000])
+    download_weights(remote, tmp_path / "file.pth")
+    assert small_hub.transfers() == ["bytes=2000000-"]
+    assert (tmp_path / "file.pth").read_bytes() == content
+
+
+def test_other_content_than_expected_never_gets_the_name_and_is_deleted(remote, tmp_path):
+    with pytest.raises(WeightsError, match=r"checksum mismatch .* expected sha256 0000"):
+        download_weights(replace(remote, digest="0" * 64), tmp_path / "file.pth")
     assert {path.suffix for path in tmp_path.iterdir()} <= {".lock"}
 
 
-def test_a_download_that_never_succeeds_says_what_to_do_and_keeps_its_part(server, tmp_path):
-    server.cut = [1000, *[0] * 10]
-    with pytest.raises(WeightsMissing, match=r"closed early.*goes on where it stopped.*put it at .*file\.pth"):
-        fetch(of(server), tmp_path / "file.pth")
-    assert (tmp_path / "file.pth.part").read_bytes() == server.content[:1000]
+def test_a_download_that_never_succeeds_says_what_to_do_and_keeps_its_part(small_hub, remote, content, tmp_path):
+    small_hub.cut_after[:] = [1000, *[0] * 10]
+    with pytest.raises(WeightsError, match=r"closed early.*run the same command again.*save it as .*file\.pth"):
+        download_weights(remote, tmp_path / "file.pth")
+    assert (tmp_path / "file.pth.part").read_bytes() == content[:1000]
 
 
-def test_a_file_that_is_not_there_and_a_host_that_does_not_answer_are_errors_at_once(server, tmp_path):
-    with pytest.raises(WeightsMissing, match="/missing could not be downloaded: HTTP 404"):
-        fetch(of(server, "missing"), tmp_path / "file.pth")
-    assert len(server.asked) == 1
-    with pytest.raises(WeightsMissing, match=r"could not be downloaded: .*refused"):
-        fetch(Download("http://127.0.0.1:9/file.pth", "0" * 64, 1), tmp_path / "file.pth")
+def test_a_missing_file_and_a_host_that_does_not_answer_are_errors(small_hub, remote, tmp_path):
+    with pytest.raises(WeightsError, match="/missing could not be downloaded: the server answers 404"):
+        download_weights(replace(remote, url=f"{small_hub.url}/missing"), tmp_path / "file.pth")
+    assert len(small_hub.requests) == 1
+    with pytest.raises(WeightsError, match=r"could not be downloaded: .*refused"):
+        download_weights(replace(remote, url="http://127.0.0.1:9/file.pth"), tmp_path / "file.pth")
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_and_not_tried_again(server, tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_and_not_tried_again(small_hub, remote, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(WeightsMissing, match="could not be downloaded"):
-        fetch(of(server), tmp_path / "file" / "file.pth")
-    assert server.asked == []
+    with pytest.raises(WeightsError, match=r"Or download .* on another machine"):
+        download_weights(remote, tmp_path / "file" / "file.pth")
+    assert small_hub.requests == []
 
 
-def test_of_several_that_want_a_file_at_once_one_downloads_it(server, tmp_path):
+def test_of_several_that_want_a_file_at_once_one_downloads_it(small_hub, remote, content, tmp_path):
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: fetch(of(server), tmp_path / "file.pth"), range(4)))
-    assert (tmp_path / "file.pth").read_bytes() == server.content
-    assert len(server.asked) == 1
+        list(pool.map(lambda _: download_weights(remote, tmp_path / "file.pth"), range(4)))
+    assert (tmp_path / "file.pth").read_bytes() == content
+    assert len(small_hub.requests) == 1
 
 
-def test_imagenet_weights_are_downloaded_once_and_checked_each_time(server, torchvisions, tmp_path, monkeypatch):
+def test_imagenet_weights_are_downloaded_once_and_verified_each_time(small_hub, torchvisions, tmp_path, monkeypatch):
     torch.save(torchvisions, tmp_path / "made.pth")
-    server.content = (tmp_path / "made.pth").read_bytes()
+    content = small_hub.other_files["/alexnet-owt.pth"] = (tmp_path / "made.pth").read_bytes()
     (tmp_path / "made.pth").unlink()
-    monkeypatch.setattr(alexnet, "IMAGENET", of(server, "alexnet-owt.pth"))
+    monkeypatch.setattr(alexnet, "IMAGENET", describe(small_hub, "alexnet-owt.pth", content))
     check_loaded(NETWORKS["alexnet"](weights="imagenet"))
-    kept = tmp_path / "torch" / "checkpoints" / "alexnet-owt.pth"
-    find("imagenet", {"imagenet": alexnet.IMAGENET})
-    assert len(server.asked) == 1
-    with open(kept, "r+b") as file:
+    stored = tmp_path / "torch" / "checkpoints" / "alexnet-owt.pth"
+    find_weights("imagenet", {"imagenet": alexnet.IMAGENET})
+    assert len(small_hub.requests) == 1
+    with open(stored, "r+b") as file:
         file.seek(1000)
         file.write(b"damage")
-    with pytest.raises(WeightsMissing, match=r"alexnet-owt\.pth is damaged.*Delete it"):
+    with pytest.raises(WeightsError, match=r"alexnet-owt\.pth is damaged.*Delete it"):
         NETWORKS["alexnet"](weights="imagenet")
 
 
-def test_a_file_in_the_data_folder_is_taken_first(server, tmp_path, monkeypatch):
+def test_a_file_in_the_data_folder_is_used_first(small_hub, remote, content, tmp_path, monkeypatch):
     monkeypatch.setenv("AGSCL_DATA", str(tmp_path / "data"))
     (tmp_path / "data" / "weights").mkdir(parents=True)
-    (tmp_path / "data" / "weights" / "file.pth").write_bytes(server.content)
-    assert find("some", {"some": of(server)}) == tmp_path / "data" / "weights" / "file.pth"
-    assert server.asked == []
+    (tmp_path / "data" / "weights" / "file.pth").write_bytes(content)
+    assert find_weights("some", {"some": remote}) == tmp_path / "data" / "weights" / "file.pth"
+    assert small_hub.requests == []
 
 
 def test_the_official_weights_are_torchvisions_known_by_their_checksum():
-    assert alexnet.IMAGENET.url.endswith(f"-{alexnet.IMAGENET.sha256[:8]}.pth")
-    assert len(alexnet.IMAGENET.sha256) == 64
+    assert alexnet.IMAGENET.url.endswith(f"-{alexnet.IMAGENET.digest[:8]}.pth")
+    assert alexnet.IMAGENET.file == alexnet.IMAGENET.url.rpartition("/")[2]
 
 
 @pytest.mark.parametrize("owner", ["named", "renamed"])
-def test_a_file_on_the_hub_is_checked_against_the_checksum_that_the_hub_tells(server, owner, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", server.address)
-    server.checksum = hashlib.sha256(server.content).hexdigest()
-    path = find(f"hf://{owner}/models@v1/nets/alexnet.safetensors", {})
+def test_a_file_on_the_hub_is_verified_by_the_checksum_that_the_hub_states(small_hub, owner, content):
+    small_hub.models["named/models"] = {"nets/alexnet.safetensors": content, "alexnet.safetensors": content}
+    small_hub.renamed["renamed/models"] = "named/models"
+    path = find_weights(f"hf://{owner}/models@v1/nets/alexnet.safetensors", {})
     assert path.name == f"{owner}--models--v1--nets--alexnet.safetensors"
-    assert path.read_bytes() == server.content
-    assert server.paths[0] == f"/{owner}/models/resolve/v1/nets/alexnet.safetensors"
-    asked = len(server.paths)
-    assert find(f"hf://{owner}/models@v1/nets/alexnet.safetensors", {}) == path
-    assert len(server.paths) == asked, "a file that is here already is not asked for again"
-    server.checksum = "0" * 64
-    with pytest.raises(WeightsMissing, match="is not the expected file"):
-        find(f"hf://{owner}/models/alexnet.safetensors", {})
+    assert path.read_bytes() == content
+    assert small_hub.requests[0][0] == f"/{owner}/models/resolve/v1/nets/alexnet.safetensors"
+    requests = len(small_hub.requests)
+    assert find_weights(f"hf://{owner}/models@v1/nets/alexnet.safetensors", {}) == path
+    assert len(small_hub.requests) == requests, "a file that is here already is not requested again"
+    small_hub.checksum = "0" * 64
+    with pytest.raises(WeightsError, match="checksum mismatch"):
+        find_weights(f"hf://{owner}/models/alexnet.safetensors", {})
 
 
-def test_a_hub_that_tells_no_checksum_or_has_no_such_file_is_an_error(server, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", server.address)
-    with pytest.raises(WeightsMissing, match=r"tells no checksum of hf://some/models/alexnet\.safetensors"):
-        find("hf://some/models/alexnet.safetensors", {})
-    with pytest.raises(WeightsMissing, match=r"not of the form hf://owner/repository/file"):
-        find("hf://alexnet.safetensors", {})
+def test_a_hub_that_states_no_checksum_or_has_no_such_file_is_an_error(small_hub, monkeypatch):
+    small_hub.models["some/models"] = {"alexnet.safetensors": b"weights"}
+    small_hub.checksum = ""
+    with pytest.raises(WeightsError, match=r"states no checksum for .*some/models/resolve/main/alexnet\.safetensors"):
+        find_weights("hf://some/models/alexnet.safetensors", {})
+    with pytest.raises(WeightsError, match=r"was not found on .*the server answers 404"):
+        find_weights("hf://some/models/resnet.safetensors", {})
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(WeightsMissing, match=r"could not be downloaded: .*refused"):
-        find("hf://some/models/alexnet.safetensors", {})
+    with pytest.raises(WeightsError, match=r"was not found on .*refused"):
+        find_weights("hf://some/models/alexnet.safetensors", {})
+
+
+@pytest.mark.parametrize("address", ["hf://alexnet.safetensors", "hf://a/b/../../c/x.pth", "hf://a/b//x.pth"])
+def test_an_address_of_another_form_is_refused(address):
+    with pytest.raises(WeightsError, match=r"not of the form hf://owner/repository/file"):
+        find_weights(address, {})

@@ -11,9 +11,12 @@ import rich.progress
 from rich.table import Table
 
 from agscl.cli.terminal import console, say
-from agscl.data.catalogue import DATASETS, Hub, check, folder_of, folders, obtain
-from agscl.data.images import require_readers
-from agscl.tasks import SEQUENCES, DataMissing
+from agscl.data.catalogue import DATASETS, HubSource
+from agscl.data.check import check_dataset
+from agscl.data.datasets import data_folders, find_dataset
+from agscl.data.download import download_dataset
+from agscl.data.sources import require_image_libraries
+from agscl.tasks import SEQUENCES, DataError
 
 KNOWN = ", ".join(dict.fromkeys([*SEQUENCES, *DATASETS]))
 SHOWN = 5
@@ -28,10 +31,10 @@ def data(action: Literal["list", "get", "check"], names: Sequence[str]) -> bool:
         return _list()
     if not names and action == "get":
         raise ValueError(f"say what to get: {KNOWN}")
-    require_readers()
-    wanted = _datasets(names) if names else [name for name in DATASETS if folder_of(name)]
+    require_image_libraries()
+    wanted = _datasets(names) if names else [name for name in DATASETS if find_dataset(name)]
     if not wanted:
-        where = " and ".join(_short(folder) for folder in folders())
+        where = " and ".join(_short(folder) for folder in data_folders())
         say(f"{', '.join(names)}: nothing to download" if names else f"there is no dataset in {where}")
         return bool(names)
     each = [_get(name) if action == "get" else _check(name) for name in wanted]
@@ -52,7 +55,7 @@ def _datasets(names: Sequence[str]) -> list[str]:
 
 
 def _list() -> bool:
-    here = {name: folder_of(name) for name in DATASETS}
+    here = {name: find_dataset(name) for name in DATASETS}
     table = _table("Task sequences")
     for name, listed in SEQUENCES.items():
         missing = [dataset for dataset in listed.datasets if here[dataset] is None]
@@ -71,39 +74,41 @@ def _list() -> bool:
         elif isinstance(dataset.source, str):
             table.add_row(name, "–", "cannot be downloaded; see docs/data.md")
         else:
-            where = dataset.source if isinstance(dataset.source, Hub) else dataset.source[0].url.split("/")[2]
+            where = dataset.source if isinstance(dataset.source, HubSource) else dataset.source[0].url.split("/")[2]
             table.add_row(name, f"{dataset.megabytes} MB", f"from {where}")
     console.print(table)
-    say(f"\nlooked for in {' and '.join(_short(folder) for folder in folders())}")
+    say(f"\nlooked for in {' and '.join(_short(folder) for folder in data_folders())}")
     return True
 
 
 def _get(name: str) -> bool:
-    there = folder_of(name)
+    there = find_dataset(name)
     if there is not None:
         say(f"{name} is there: {there}")
         return True
     try:
-        say(f"{name} is now in {obtain(name, _Bar)}")
+        say(f"{name} is now in {download_dataset(name, _Bar)}")
     except KeyboardInterrupt:
         say("Stopped; what has come so far is kept. The same command goes on.")
         raise
-    except DataMissing as error:
+    except DataError as error:
         say(f"FAILED: {error}")
         return False
     return True
 
 
 def _check(name: str) -> bool:
-    found = check(name)
+    found = check_dataset(name)
     splits = ", ".join(f"{split} {counts.sum():,}" for split, counts in found.counts.items())
     classes = max((int((counts > 0).sum()) for counts in found.counts.values()), default=0)
-    say(f"{name}: {'FAILED' if found.wrong else 'OK'}" + (f"; {classes} classes; pictures: {splits}" if splits else ""))
-    for line in found.wrong[:SHOWN]:
+    say(
+        f"{name}: {'FAILED' if found.problems else 'OK'}" + (f"; {classes} classes; images: {splits}" if splits else "")
+    )
+    for line in found.problems[:SHOWN]:
         say(f"  {line}")
-    if len(found.wrong) > SHOWN:
-        say(f"  and {len(found.wrong) - SHOWN} more")
-    return not found.wrong
+    if len(found.problems) > SHOWN:
+        say(f"  and {len(found.problems) - SHOWN} more")
+    return not found.problems
 
 
 class _Bar:

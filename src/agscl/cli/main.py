@@ -601,10 +601,10 @@ def main(arguments: list[str] | None = None) -> int:
     from agscl import __version__
     from agscl.cli.terminal import say
     from agscl.experiments.run import Interrupted
-    from agscl.networks import WeightsMissing
+    from agscl.networks import WeightsError
     from agscl.runs import DifferentConfig, RunError, WrongOptions
     from agscl.system.process import skip_gc_at_exit, tune_malloc
-    from agscl.tasks import DataMissing
+    from agscl.tasks import DataError
 
     commands: dict[str, Callable[..., Any]] = {
         "run": run,
@@ -636,7 +636,7 @@ def main(arguments: list[str] | None = None) -> int:
                     args=_allow_bare_resume(given),
                 )
             )
-    except (WrongUse, WrongOptions, DifferentConfig, DataMissing, WeightsMissing) as error:
+    except (WrongUse, WrongOptions, DifferentConfig, DataError, WeightsError) as error:
         return _complain(error, WRONG_USE)
     except RunError as error:
         return _complain(error, FAILED)
@@ -805,12 +805,12 @@ def _resumable(runs: Path, name: str) -> Path:
 def _gone_if_wrong(folder: Path) -> Iterator[None]:
     """What was made for a run that cannot be, as its options or data are wrong, is removed again."""
     from agscl.runs import Run, WrongOptions
-    from agscl.tasks import DataMissing
+    from agscl.tasks import DataError
 
     new = not folder.exists()
     try:
         yield
-    except (WrongOptions, DataMissing):
+    except (WrongOptions, DataError):
         if new and not Run(folder).is_started:
             shutil.rmtree(folder, ignore_errors=True)
         raise

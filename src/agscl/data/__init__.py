@@ -1,1 +1,1 @@
-"""Where pictures come from: the catalogue, downloads, the cache, decoding, data of your own."""
+"""Where images come from: the catalogue of datasets, downloads, decoding, the cache."""

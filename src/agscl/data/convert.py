@@ -1,4 +1,4 @@
-"""Datasets that are not used as they come: what was downloaded becomes Parquet files, one picture per row."""
+"""Convert downloaded files to tables with one image per row, for datasets that are not used as they come."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from agscl.data.examples import DataMissing
-from agscl.data.images import Shards, opened
+from agscl.data.errors import DataError
+from agscl.data.images import open_image
+from agscl.data.sources import ParquetSource
 
-TINY_IMAGENET = """
+TINY_IMAGENET_CLASSES = """
     01641577 01698640 01742172 01770393 01774384 01784675 01882714 01917289 01945685 01983481 01984695
     02058221 02085620 02099601 02099712 02123045 02125311 02190166 02231487 02268443 02279972 02281406
     02321529 02415577 02480495 02481823 02486410 02666196 02669723 02699494 02730930 02769748 02793495
@@ -23,58 +24,58 @@ TINY_IMAGENET = """
     07615774 07695742 07711569 07715103 07720875 07734744 07749582 07768694 09193705 09246464 09256479
     09332890
 """
-"""The 100 classes of Tiny ImageNet in tinyimagenet32, in the order of their labels; WordNet's numbers."""
+"""WordNet's numbers of the 100 classes in tinyimagenet32, in the order of their labels."""
 
 
-def omniglot(folder: Path) -> dict[str, Any]:
+def convert_omniglot(folder: Path) -> dict[str, Any]:
     """From the official archives images_background.zip and images_evaluation.zip."""
     import pyarrow
 
     rows: dict[str, list[Any]] = {"image": [], "alphabet": [], "character": [], "evaluation": []}
     alphabets: list[str] = []
-    for kind in ("background", "evaluation"):
-        with zipfile.ZipFile(folder / f"images_{kind}.zip") as opened:
-            for name in sorted(name for name in opened.namelist() if name.endswith(".png")):
-                above, alphabet, character, file = name.split("/")
-                if f"{above}/{alphabet}" not in alphabets:
-                    alphabets.append(f"{above}/{alphabet}")
-                rows["image"].append({"bytes": opened.read(name), "path": file})
-                rows["alphabet"].append(alphabets.index(f"{above}/{alphabet}"))
+    for part in ("background", "evaluation"):
+        with zipfile.ZipFile(folder / f"images_{part}.zip") as archive:
+            for name in sorted(name for name in archive.namelist() if name.endswith(".png")):
+                top, alphabet, character, file = name.split("/")
+                if f"{top}/{alphabet}" not in alphabets:
+                    alphabets.append(f"{top}/{alphabet}")
+                rows["image"].append({"bytes": archive.read(name), "path": file})
+                rows["alphabet"].append(alphabets.index(f"{top}/{alphabet}"))
                 rows["character"].append(int(character.removeprefix("character")))
-                rows["evaluation"].append(kind == "evaluation")
-    return {"all": _described(pyarrow.table(rows), "alphabet", alphabets)}
+                rows["evaluation"].append(part == "evaluation")
+    return {"all": _store_value_names(pyarrow.table(rows), "alphabet", alphabets)}
 
 
-def tinyimagenet32(folder: Path) -> dict[str, Any]:
+def convert_tinyimagenet32(folder: Path) -> dict[str, Any]:
     """From Tiny ImageNet: 100 of its 200 classes, 64 × 64 reduced to 32 × 32 by the mean of 2 × 2 pixels."""
     import pyarrow
 
-    wanted = [f"n{number}" for number in TINY_IMAGENET.split()]
+    wanted = [f"n{number}" for number in TINY_IMAGENET_CLASSES.split()]
     tables = {}
     for split in ("train", "test"):
-        whole = Shards("tinyimagenet32", (folder / f"{split}.parquet",))
-        names, labels = whole.names("label"), whole.column("label")
+        source = ParquetSource("tinyimagenet32", (folder / f"{split}.parquet",))
+        names, labels = source.read_value_names("label"), source.read_column("label")
         if missing := set(wanted) - set(names):
-            raise DataMissing(f"{whole} has no class {missing.pop()!r}: it is not Tiny ImageNet as it was")
-        label_of = {names.index(name): label for label, name in enumerate(wanted)}
+            raise DataError(f"{source} has no class {missing.pop()!r}, so it is not the Tiny ImageNet that is expected")
+        new_label = {names.index(name): label for label, name in enumerate(wanted)}
         rows: dict[str, list[Any]] = {"image": [], "label": []}
-        place = 0
-        for batch in whole.encoded():
+        row = 0
+        for batch in source.iterate_encoded():
             for encoded in batch:
-                if labels[place] in label_of:
-                    with opened(encoded) as picture:
-                        small = picture.convert("RGB").reduce(2)
+                if labels[row] in new_label:
+                    with open_image(encoded) as image:
+                        small = image.convert("RGB").reduce(2)
                     file = io.BytesIO()
                     small.save(file, format="WEBP", quality=82)
                     rows["image"].append({"bytes": file.getvalue(), "path": None})
-                    rows["label"].append(label_of[labels[place]])
-                place += 1
-        tables[split] = _described(pyarrow.table(rows), "label", wanted)
+                    rows["label"].append(new_label[labels[row]])
+                row += 1
+        tables[split] = _store_value_names(pyarrow.table(rows), "label", wanted)
     return tables
 
 
-def _described(table: Any, column: str, names: list[str]) -> Any:
-    """With the names of a column's values, where the datasets library looks for them."""
+def _store_value_names(table: Any, column: str, names: list[str]) -> Any:
+    """Add the names of a column's values to the metadata, where the `datasets` library looks for them."""
     features: dict[str, Any] = {
         each.name: {"dtype": str(each.type), "_type": "Value"} for each in table.schema if each.name != "image"
     }

@@ -1,312 +1,184 @@
-"""Getting files over HTTP: checked, resumable, complete or not there at all; and what the Hugging Face hub offers."""
+"""Download a dataset into its folder, from wherever the catalogue or the user says."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
-import http.client
-import json
 import os
-import re
 import shutil
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from agscl.data.examples import DataMissing
-from agscl.data.progress import Bar
-from agscl.system.files import flush_folder, lock_file, write_atomically
-
-ATTEMPTS = 5
-"""How often in a row a transfer may fail without a single new byte."""
-QUESTIONS = 3
-"""How often the hub is asked for its list of files."""
-PAUSE = 1.0
-"""Seconds before the second attempt; twice as long before each further one."""
-TIMEOUT = 30.0
-CHUNK = 1 << 18
-LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
-"""Errors of our own disk."""
-PARQUET = "refs/convert/parquet"
-"""The branch in which the hub keeps every dataset as CONFIG/SPLIT/0000.parquet, 0001.parquet …"""
-PLAN = "source.json"
+from agscl.data.catalogue import DATASETS, ArchiveSource, HubSource
+from agscl.data.datasets import data_folders, find_dataset
+from agscl.data.errors import DataError, DownloadFailed
+from agscl.data.http import download_file
+from agscl.data.hub import list_parquet_files, request_headers
+from agscl.data.manifest import Manifest, is_complete, read_manifest, write_manifest
+from agscl.data.progress import MakeProgress, ProgressLine
+from agscl.data.remote import RemoteFile, check_file_name, compute_digest
+from agscl.data.sources import TEST_SPLITS
+from agscl.system.files import lock_file
 
 
-Algorithm = Literal["sha256", "md5", "git"]
+def download_dataset(name: str, make_progress: MakeProgress = ProgressLine) -> Path:
+    """Download a dataset of the catalogue, unless it is there already, and return its folder."""
+    source = DATASETS[name].source
+    if isinstance(source, str):
+        raise DataError(f"{name} cannot be downloaded: {source}")
+    existing = find_dataset(name)
+    if existing is not None:
+        return existing
+    folder, convert = data_folders()[0] / name, DATASETS[name].convert
+    with lock_folder(folder):
+        if find_dataset(name) is None:  # else another process downloaded it meanwhile
+            download_folder = folder if convert is None else folder / f"{name}-raw"
+            download_files(download_folder, lambda: _list_files(source), make_progress)
+            if convert is not None:
+                _convert_files(download_folder, folder, convert)
+    return folder
 
 
-class DownloadFailed(DataMissing):
-    """A file could not be had; the message says why, and how to go on."""
+def download_hub_dataset(name: str, config: str | None = None, test: str | None = None) -> Path:
+    """Download the training and test split of any dataset on the hub, unless they are there, and return their folder.
+
+    `config` chooses one of several configurations, `test` the split to test on.
+    """
+    try:
+        for part in (*name.split("/"), *(each for each in (config, test) if each is not None)):
+            check_file_name(part)
+    except ValueError as error:
+        raise DataError(f"this is not the name of a dataset on the hub: {error}") from error
+    folder_name = "--".join([*name.split("/"), *(each for each in (config, test) if each)])
+    candidates = [folder / "hub" / folder_name for folder in data_folders()]
+    folder = next((each for each in candidates if is_complete(each)), None)
+    if folder is None:
+        folder = candidates[0]
+        with lock_folder(folder):
+            download_files(folder, lambda: _list_train_and_test_files(name, config, test))
+    return folder
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A file somewhere else, and what it must be like once it is here."""
+def download_files(
+    folder: Path, list_files: Callable[[], Manifest], make_progress: MakeProgress = ProgressLine
+) -> None:
+    """Download the files that `list_files` names into `folder`, which must be locked.
 
-    url: str
-    file: str
-    """Its name here."""
-    digest: str
-    """Checksum, in hexadecimal digits."""
-    algorithm: Algorithm = "sha256"
-    size: int | None = None
-
-
-def endpoint() -> str:
-    """The hub: `HF_ENDPOINT`, as its own client has it."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
-def on_the_hub(name: str) -> tuple[str, dict[str, dict[str, list[Remote]]]]:
-    """The newest revision of a dataset as Parquet, and its files by configuration and split."""
-    dataset = f"{endpoint()}/api/datasets/{urllib.parse.quote(name)}"
-    branch = urllib.parse.quote(PARQUET, safe="")
-    revision = _json(f"{dataset}/revision/{branch}", name)[0]["sha"]
-    found: dict[str, dict[str, list[Remote]]] = {}
-    url: str | None = f"{dataset}/tree/{revision}?recursive=true"
-    while url:
-        entries, url = _json(url, name)
-        for entry in entries:
-            parts = entry["path"].split("/")
-            if len(parts) == 3 and parts[2].endswith(".parquet"):
-                large = entry.get("lfs")
-                remote = Remote(
-                    f"{endpoint()}/datasets/{name}/resolve/{revision}/{urllib.parse.quote(entry['path'])}",
-                    parts[2],
-                    large["oid"].removeprefix("sha256:") if large else entry["oid"],
-                    "sha256" if large else "git",
-                    entry["size"],
-                )
-                found.setdefault(parts[0], {}).setdefault(parts[1], []).append(remote)
-    for config in found.values():
-        for files in config.values():
-            files.sort(key=lambda remote: remote.file)
-    if not found:
-        raise DownloadFailed(f"the hub holds no Parquet files of {name}: {endpoint()}/datasets/{name}")
-    return revision, found
-
-
-def get(folder: Path, plan: Callable[[], tuple[str, list[Remote]]], bar: Callable[[str, int], Any] = Bar) -> None:
-    """Put the files that `plan` returns, together with where they are from, into `folder`.
-
-    The plan is kept beside them. Where an earlier one was not completed, it is made anew, since the files may be had
-    from elsewhere by now, or be others: of those that have come, what is still wanted stays. `folder` is to be held.
+    The list is stored beside them. If an earlier download is unfinished, a new list is made, since the files may have
+    been moved or replaced; those that are still wanted are not downloaded again.
     """
     folder.mkdir(exist_ok=True)
-    if is_whole(folder):
+    if is_complete(folder):
         return
-    before = read_plan(folder)
+    earlier = read_manifest(folder)
     try:
-        origin, files = plan()
+        manifest = list_files()
     except DownloadFailed:
-        if before is None:
+        if earlier is None:
             raise
-        origin, files = before  # they may be had all the same
-    wanted = {file.file: file.digest for file in files}
-    for file in before[1] if before else []:
+        manifest = earlier  # the files themselves may be available all the same
+    wanted = {file.file: file.digest for file in manifest.files}
+    for file in earlier.files if earlier else []:
         if wanted.get(file.file) != file.digest:
-            for left in (folder / file.file, folder / f"{file.file}.part"):
-                left.unlink(missing_ok=True)
-    keep_plan(folder, origin, files)
-    missing = [file for file in files if not (folder / file.file).is_file()]
+            for outdated in (folder / file.file, folder / f"{file.file}.part"):
+                outdated.unlink(missing_ok=True)
+    write_manifest(folder, manifest)
+    missing = [file for file in manifest.files if not (folder / file.file).is_file()]
     needed = sum(file.size or 0 for file in missing)
     free = shutil.disk_usage(folder).free
     if needed > free + sum(part.stat().st_size for part in folder.glob("*.part")):
-        raise DownloadFailed(f"{folder} has {free / 1e6:.0f} MB left, and {needed / 1e6:.0f} MB are to come")
+        raise DownloadFailed(f"{folder} has {free / 1e6:.0f} MB free, but the download takes {needed / 1e6:.0f} MB")
     for file in missing:
-        fetch(file, folder / file.file, bar)
-
-
-def keep_plan(folder: Path, origin: str, files: list[Remote]) -> None:
-    content = {"from": origin, "files": [asdict(file) for file in files]}
-    _write(folder / PLAN, json.dumps(content, indent=2).encode() + b"\n")
-
-
-def read_plan(folder: Path) -> tuple[str, list[Remote]] | None:
-    """Where the files of a folder are from, and what they must be like, if they were downloaded."""
-    try:
-        stored = json.loads((folder / PLAN).read_text())
-        return stored["from"], [Remote(**file) for file in stored["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether a folder holds all the files that were to come."""
-    plan = read_plan(folder)
-    return plan is not None and all((folder / file.file).is_file() for file in plan[1])
-
-
-def fetch(remote: Remote, path: Path, bar: Callable[[str, int], Any] = Bar) -> None:
-    """Download a file: into `path`.part first, going on where an earlier try has stopped; renamed when it is right."""
-    part = path.with_name(path.name + ".part")
-    kept = part.stat().st_size if part.exists() else 0
-    with bar(f"{path.parent.name}/{path.name}", remote.size or 0) as progress:
-        progress.advance(kept)
-        for again in (True, False):
-            _transfer_all(remote, part, progress.advance)
-            if matches(part, remote):
-                break
-            progress.advance(-part.stat().st_size)
-            part.unlink()
-            if not again:
-                raise DownloadFailed(
-                    f"{remote.url} has not the checksum {remote.digest} that was announced for it; something on the "
-                    "way changes it, or it was replaced: remove " + str(path.parent / PLAN) + " and try again"
-                )
-    os.replace(part, path)
-    flush_folder(path.parent)
-
-
-def matches(path: Path, remote: Remote) -> bool:
-    """Whether a file is the one that was announced."""
-    if remote.size is not None and path.stat().st_size != remote.size:
-        return False
-    return digest(path, remote.algorithm) == remote.digest
-
-
-def digest(path: Path, algorithm: Algorithm = "sha256") -> str:
-    if algorithm == "git":
-        made = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    else:
-        made = hashlib.new(algorithm, usedforsecurity=False)
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            made.update(chunk)
-    return made.hexdigest()
-
-
-def _transfer_all(remote: Remote, part: Path, advance: Callable[[int], None]) -> None:
-    failures = 0
-    while True:
-        before = part.stat().st_size if part.exists() else 0
-        try:
-            return _transfer(remote, part, advance)
-        except (OSError, http.client.HTTPException) as error:  # urllib's own errors are OSErrors
-            here = part.stat().st_size if part.exists() else 0
-            failures = 0 if here > before else failures + 1
-            if failures == ATTEMPTS or not _may_pass(error):
-                raise DownloadFailed(
-                    f"{remote.url} could not be downloaded: {_reason(error)}. {here / 1e6:.1f} MB of it are kept; the "
-                    "same command goes on from there"
-                ) from error
-            time.sleep(_pause(error, failures))
-
-
-def _transfer(remote: Remote, part: Path, advance: Callable[[int], None]) -> None:
-    """One request for what is missing. Returns when the server has sent all of it."""
-    have = part.stat().st_size if part.exists() else 0
-    if have and have == remote.size:
-        return
-    try:
-        answer = _request(remote.url, {"Range": f"bytes={have}-"} if have else {})
-    except urllib.error.HTTPError as error:
-        if error.code != 416:  # what is here is as long as the file, or longer
-            raise
-        advance(-have)
-        part.unlink()
-        return _transfer(remote, part, advance)
-    with answer, open(part, "ab") as file:
-        if have and answer.status != 206:  # the server sends it from the start
-            file.truncate(0)
-            advance(-have)
-            have = 0
-        announced = answer.headers.get("Content-Length")
-        expected = remote.size or (have + int(announced) if announced else None)
-        try:
-            while chunk := answer.read1(CHUNK):
-                file.write(chunk)
-                advance(len(chunk))
-        finally:
-            file.flush()
-            os.fsync(file.fileno())
-    if expected is not None and part.stat().st_size < expected:
-        raise ConnectionError("the connection was closed early")
-
-
-def _request(url: str, headers: dict[str, str]) -> Any:
-    request = urllib.request.Request(url, headers={"User-Agent": "agscl", "Accept-Encoding": "identity", **headers})
-    token = os.environ.get("HF_TOKEN")
-    if token and url.startswith(endpoint() + "/"):
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not for those it redirects to
-    return urllib.request.urlopen(request, timeout=TIMEOUT)
-
-
-def _json(url: str, name: str) -> tuple[Any, str | None]:
-    """What the hub answers, and the address of the next page."""
-    failures = 0
-    while True:
-        try:
-            with _request(url, {}) as answer:
-                following = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("Link", ""))
-                return json.load(answer), following and following.group(1)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            failures += 1
-            if failures < QUESTIONS and _may_pass(error):
-                time.sleep(_pause(error, failures))
-                continue
-            raise DownloadFailed(
-                f"{name} could not be found on {endpoint()}: {_reason(error)}. Where the hub is out of reach, set "
-                "HF_ENDPOINT to a mirror, or put the files into AGSCL_DATA yourself: docs/data.md says which"
-            ) from error
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether trying again may help."""
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code in (408, 429) or error.code >= 500
-    return getattr(error, "errno", None) not in LASTING and not isinstance(error, ValueError)
-
-
-def _pause(error: Exception, failures: int) -> float:
-    asked = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
-    return min(float(asked), 60.0) if asked.isdigit() else PAUSE * 2.0 ** max(failures - 1, 0)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        known = {
-            401: "there is no such dataset, or it needs a login: check the name, or set HF_TOKEN",
-            403: "access is refused: accept the terms on the dataset's page, and set HF_TOKEN",
-            404: "there is no such dataset, or the hub has no Parquet files of it",
-        }
-        return known.get(error.code, f"the server answers {error.code} {error.reason}")
-    return str(getattr(error, "reason", "") or getattr(error, "strerror", "") or error) or type(error).__name__
+        download_file(file, folder / file.file, headers=request_headers(file.url), make_progress=make_progress)
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """`folder`, made where it is not there, for this process alone; another one waits."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Create `folder` if necessary and hold a lock on it, waiting for other processes. Left empty, it is removed."""
     with contextlib.ExitStack() as stack:
         while True:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(lock_file(folder / ".lock", wait=True))
                 break
-            except FileNotFoundError:  # the process waited for removed the folder, since nothing came
+            except FileNotFoundError:  # the process that held the lock removed the folder
                 continue
             except OSError as error:
                 raise DownloadFailed(
-                    f"{folder} cannot be written: {error.strerror}. Unset AGSCL_DATA for this command, and the files "
-                    "go to ~/.cache/agscl/data, where they are found as well"
+                    f"{folder} cannot be written: {error.strerror}. Unset AGSCL_DATA for this command to download to "
+                    "~/.cache/agscl/data, which is searched too"
                 ) from error
         try:
             yield
         finally:
-            if [path.name for path in folder.iterdir()] == [".lock"]:  # nothing came
+            if [path.name for path in folder.iterdir()] == [".lock"]:
                 with contextlib.suppress(OSError):
                     (folder / ".lock").unlink()
                     folder.rmdir()
 
 
-def _write(path: Path, content: bytes) -> None:
+def _list_files(source: HubSource | tuple[ArchiveSource, ...]) -> Manifest:
+    if isinstance(source, tuple):
+        files = [RemoteFile(each.url, each.url.rsplit("/", 1)[1], each.md5, "md5") for each in source]
+        return Manifest(source[0].url, files)
+    revision, available = list_parquet_files(source.name)
+    files = []
+    for split, their_split in source.splits.items():
+        try:
+            files += _rename_shards(split, available[source.config][their_split])
+        except KeyError as error:
+            names = ", ".join(f"{config}/{each}" for config, splits in available.items() for each in splits)
+            raise DownloadFailed(
+                f"{source} no longer has {source.config}/{their_split}; it has: {names}. docs/data.md says how to put "
+                "files into AGSCL_DATA yourself"
+            ) from error
+    return Manifest(f"{source.name}@{revision}", files)
+
+
+def _list_train_and_test_files(name: str, config: str | None, test: str | None) -> Manifest:
+    revision, available = list_parquet_files(name)
+    config = config or (next(iter(available)) if len(available) == 1 else "default")
+    if config not in available:
+        raise DownloadFailed(f"choose a configuration of {name} with config=..., one of: {', '.join(available)}")
+    splits = available[config]
+    train = next(iter(splits)) if len(splits) == 1 else "train"
+    for split in (train,) if test is None else (train, test):
+        if split not in splits:
+            raise DownloadFailed(f"{name} has no split called {split}; it has: {', '.join(splits)}")
+    test = test or next((split for split in TEST_SPLITS if split in splits and split != train), None)
+    files = _rename_shards("train", splits[train]) + (_rename_shards("test", splits[test]) if test else [])
+    return Manifest(f"{name}@{revision}", files)
+
+
+def _rename_shards(split: str, files: list[RemoteFile]) -> list[RemoteFile]:
+    """Give the files of a split the names that `find_split` looks for."""
+    if len(files) == 1:
+        return [replace(files[0], file=f"{split}.parquet")]
+    return [
+        replace(file, file=f"{split}-{number:05d}-of-{len(files):05d}.parquet") for number, file in enumerate(files)
+    ]
+
+
+def _convert_files(source: Path, folder: Path, convert: Callable[[Path], dict[str, Any]]) -> None:
+    """Convert the downloaded files in `source` to the Parquet files of `folder`, then delete `source`."""
+    from pyarrow import parquet
+
+    downloaded = read_manifest(source)
+    origin = downloaded.origin if downloaded else ""
+    files = []
     try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise DownloadFailed(f"{path} cannot be written: {error.strerror or error}") from error
+        for split, table in convert(source).items():
+            path = folder / f"{split}.parquet"
+            temporary = path.with_name(path.name + ".tmp")
+            with open(temporary, "wb") as file:
+                parquet.write_table(table, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            files.append(RemoteFile(origin, path.name, compute_digest(path), size=path.stat().st_size))
+        write_manifest(folder, Manifest(origin, files))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DownloadFailed(f"{source} could not be converted to Parquet files in {folder}: {error}") from error
+    shutil.rmtree(source)

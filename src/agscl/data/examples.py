@@ -1,4 +1,4 @@
-"""Inputs and labels as they are read, before they are cut into tasks."""
+"""The images and labels of a dataset in memory, before they are divided into tasks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Array", "DataMissing", "Examples"]
+__all__ = ["Array", "Examples"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class DataMissing(Exception):
-    """Data is not there or cannot be read; the message says where it was looked for and what to do."""
-
-
 @dataclass(frozen=True)
 class Examples:
-    """Inputs and labels, memory-mapped or not, before they are cut into tasks."""
+    """Inputs (examples, ...), memory-mapped or not, and their labels."""
 
     x: Array | Tensor
     y: Array
     """(examples,) integers."""
 
-    def rows_of(self, classes: Sequence[int]) -> Array:
+    def find_rows(self, classes: Sequence[int]) -> Array:
+        """The rows whose label is one of `classes`, in order."""
         return np.flatnonzero(np.isin(self.y, classes))

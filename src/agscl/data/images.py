@@ -1,37 +1,23 @@
-"""Encoded pictures with their labels, in Parquet files or in a folder, and how they become arrays of bytes."""
+"""Decode images: from encoded bytes (PNG, JPEG, ...) to arrays of one size."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import os
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from agscl.data.cache import cached
-from agscl.data.examples import Array, DataMissing
-from agscl.data.progress import Bar
+from agscl.data.cache import cached_array
+from agscl.data.errors import DataError
+from agscl.data.examples import Array
+from agscl.data.progress import ProgressLine
+from agscl.data.sources import ImageSource
 
-BATCH = 1024
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".jfif", ".jpe")
-UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".tga", ".dng", ".svg")
-"""Pictures too, but not read: where some are among others, half a class would be missing without a word."""
-IMAGE_COLUMNS = ("image", "img")
-LABEL_COLUMNS = ("label", "fine_label", "labels")
-"""What datasets call the two; the first one present is taken."""
-
-
-FORMATS = {
+SIGNATURES = {
     b"\x89PNG": "PNG",
     b"\xff\xd8": "JPEG",
     b"RIFF": "WEBP",
@@ -40,422 +26,153 @@ FORMATS = {
     b"P5": "PPM",
     b"P6": "PPM",
 }
-"""How files of each format begin; of others only TIFF is tried."""
+"""The first bytes of each file format. Anything else is tried as TIFF only."""
 
 
-def opened(encoded: bytes) -> Any:
-    """An encoded picture as Pillow opens it. Told the format, it is twice as fast, and never asks another program."""
+def open_image(encoded: bytes) -> Any:
+    """Open an encoded image with Pillow.
+
+    Naming the format makes Pillow twice as fast, and keeps it from formats that start another program.
+    """
     from PIL import Image
 
-    kind = next((kind for start, kind in FORMATS.items() if encoded.startswith(start)), "TIFF")
-    return Image.open(io.BytesIO(encoded), formats=[kind])
+    format = next((format for signature, format in SIGNATURES.items() if encoded.startswith(signature)), "TIFF")
+    return Image.open(io.BytesIO(encoded), formats=[format])
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a picture is kept: `channels` × `size` × `size` bytes."""
+class ImageDecoder:
+    """Decodes an image to `channels` × `size` × `size` bytes."""
 
     size: int
     channels: Literal[1, 3] = 3
     fit: Literal["squeeze", "pad", "crop"] = "squeeze"
-    """What happens to another shape: squeezed to the square; black around it; its middle is cut out."""
+    """How an image of another shape becomes a square: resized regardless of its shape, with a black border, or its
+    centre cropped."""
     short: int | None = None
-    """With crop: what the shorter side becomes first, `size` if not given."""
+    """With "crop": the length to which the shorter side is resized first; default `size`."""
     filter: Literal["bilinear", "lanczos", "box"] = "bilinear"
 
-    def read(self, encoded: bytes) -> Array:
-        """A picture as (channels, size, size) bytes."""
+    def decode(self, encoded: bytes) -> Array:
+        """(channels, size, size) bytes."""
         from PIL import Image
 
-        with opened(encoded) as picture:
-            pixels = _in_bytes(picture).convert("L" if self.channels == 1 else "RGB")
+        with open_image(encoded) as image:
+            pixels = _reduce_to_8_bits(image).convert("L" if self.channels == 1 else "RGB")
         filter = Image.Resampling[self.filter.upper()]
-        wide, high = pixels.size
+        width, height = pixels.size
         if self.fit == "pad":
-            if max(wide, high) > self.size:
-                raise ValueError(f"it is {wide} × {high}, larger than {self.size} × {self.size}")
+            if max(width, height) > self.size:
+                raise ValueError(f"it is {width} × {height}, larger than {self.size} × {self.size}")
             black = Image.new(pixels.mode, (self.size, self.size))
-            black.paste(pixels, ((self.size - wide) // 2, (self.size - high) // 2))
+            black.paste(pixels, ((self.size - width) // 2, (self.size - height) // 2))
             pixels = black
         elif self.fit == "crop":
             short = self.short or self.size
-            wide, high = (short, short * high // wide) if wide <= high else (short * wide // high, short)
-            left, top = round((wide - self.size) / 2), round((high - self.size) / 2)
-            pixels = pixels.resize((wide, high), filter).crop((left, top, left + self.size, top + self.size))
-        elif (wide, high) != (self.size, self.size):
+            width, height = (short, short * height // width) if width <= height else (short * width // height, short)
+            left, top = round((width - self.size) / 2), round((height - self.size) / 2)
+            pixels = pixels.resize((width, height), filter).crop((left, top, left + self.size, top + self.size))
+        elif (width, height) != (self.size, self.size):
             pixels = pixels.resize((self.size, self.size), filter)
-        bytes_ = np.asarray(pixels)
-        return bytes_[None] if self.channels == 1 else bytes_.transpose(2, 0, 1)
+        array = np.asarray(pixels)
+        return array[None] if self.channels == 1 else array.transpose(2, 0, 1)
 
 
-def _in_bytes(picture: Any) -> Any:
-    """A picture of 16 bits with the upper 8 of them; Pillow would cut off what is above 255."""
+def _reduce_to_8_bits(image: Any) -> Any:
+    """Keep the upper 8 bits of a 16-bit image; Pillow would clip all values above 255."""
     from PIL import Image
 
-    if picture.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    if picture.mode in ("I", "F"):
-        raise ValueError("its pixels are numbers of 32 bits, of a range that is not known: store it with 8 or 16 bits")
-    return picture
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers of unknown range: store it with 8 or 16 bits per channel")
+    return image
 
 
-class Source(ABC):
-    """Encoded pictures, each with a value in every column. Nothing is read before it is asked for."""
-
-    name: str
-    """For messages, and for the names of files in the cache."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __str__(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def files(self) -> tuple[Path, ...]: ...
-
-    @property
-    def identity(self) -> object:
-        """What tells these pictures from others in the cache."""
-        return str(self)
-
-    @abstractmethod
-    def column(self, name: str) -> Array: ...
-
-    @abstractmethod
-    def names(self, column: str) -> list[str]:
-        """What the integers of a column stand for; empty where there is no telling."""
-
-    @abstractmethod
-    def where(self, row: int) -> str:
-        """Where a picture is, for a person."""
-
-    @abstractmethod
-    def encoded(self) -> Iterator[list[bytes]]:
-        """All pictures in order, some at a time."""
-
-    def state(self) -> list[tuple[str, int, int]]:
-        """What changes when a file does."""
-        return [(str(path), info.st_size, info.st_mtime_ns) for path in self.files for info in [path.stat()]]
+def decode_images(source: ImageSource, decoder: ImageDecoder, rows: Array | None = None) -> Array:
+    """(images, channels, size, size) bytes: all images, or `rows` in this order. Stored in the cache."""
+    shape = (decoder.channels, decoder.size, decoder.size)
+    return _map_images(source, decoder.decode, decoder, rows, shape, np.uint8)
 
 
-class Shards(Source):
-    """Parquet files with one picture per row."""
+def read_image_shapes(source: ImageSource, rows: Array | None = None) -> Array:
+    """(images, 2) height and width of each image as it is stored."""
 
-    def __init__(self, name: str, files: tuple[Path, ...], image: str | None = None) -> None:
-        require_readers()
-        self.name = name
-        self._files = files
-        self._image = image
+    def read_shape(encoded: bytes) -> Array:
+        with open_image(encoded) as image:
+            return np.array(image.size[::-1])
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self._files
+    return _map_images(source, read_shape, "shapes", rows, (2,), np.int32)
 
-    def __str__(self) -> str:
-        return str(self._files[0] if len(self._files) == 1 else self._files[0].parent)
 
-    @property
-    def identity(self) -> object:
-        files = str(self) if len(self._files) == 1 else [str(path) for path in self._files]
-        return files if self._image is None else (files, self._image)
+def find_undecodable(source: ImageSource, decoder: ImageDecoder) -> list[str]:
+    """A message for each image that cannot be decoded: where it is, and why."""
+    failures = []
 
-    @cached_property
-    def _opened(self) -> list[Any]:
-        from pyarrow import parquet
-
-        opened = []
-        for path in self._files:
-            with self._reading(path):
-                opened.append(parquet.ParquetFile(path))
-        return opened
-
-    def __len__(self) -> int:
-        return sum(file.metadata.num_rows for file in self._opened)
-
-    @property
-    def columns(self) -> list[str]:
-        return list(self._opened[0].schema_arrow.names)
-
-    @property
-    def leaves(self) -> list[str]:
-        """All columns, those inside others by their whole name: image.bytes, image.path, …"""
-        schema = self._opened[0].schema
-        return [schema.column(place).path for place in range(len(schema))]
-
-    @cached_property
-    def image(self) -> str:
-        """The column that holds the pictures."""
-        return self.which(self._image, IMAGE_COLUMNS, "pictures", "image")
-
-    def which(self, given: str | None, usual: tuple[str, ...], what: str, option: str) -> str:
-        """The column to take: `given`, or the first of the usual ones."""
-        found = next((column for column in ([given] if given else usual) if column in self.columns), None)
-        if found is None:
-            raise DataMissing(
-                f"{self} has no column {given or ' or '.join(usual)!r} for its {what}; it has: "
-                f"{', '.join(self.columns)}. Name the right one: {option}=..."
-            )
-        return found
-
-    def column(self, name: str) -> Array:
-        import pyarrow
-
-        parts = []
-        for path, file in zip(self._files, self._opened, strict=True):
-            if name not in {*file.schema_arrow.names, *self.leaves}:
-                raise DataMissing(f"{path} has no column {name!r}; it has: {', '.join(file.schema_arrow.names)}")
-            with self._reading(path):
-                table = file.read(columns=[name])
-            values = (table if name in table.column_names else table.flatten()).column(name)
-            if pyarrow.types.is_nested(values.type):
-                raise DataMissing(f"the column {name!r} of {path} holds {values.type} instead of single values")
-            if values.null_count:
-                raise DataMissing(f"the column {name!r} of {path} has no value in {values.null_count} of its rows")
-            parts.append(values.to_numpy())
-        if not sum(map(len, parts)):
-            raise DataMissing(f"{self} has no rows")
-        return np.concatenate(parts)
-
-    def names(self, column: str) -> list[str]:
-        stored = (self._opened[0].schema_arrow.metadata or {}).get(b"huggingface", b"{}")
+    def try_to_decode(row: int, encoded: bytes) -> None:
         try:
-            feature = json.loads(stored)["info"]["features"][column]
-        except (ValueError, KeyError, TypeError):
-            return []
-        names = feature.get("names", [])
-        return list(names.values()) if isinstance(names, dict) else list(names)
-
-    def where(self, row: int) -> str:
-        for path, file in zip(self._files, self._opened, strict=True):
-            if row < file.metadata.num_rows:
-                return f"{path}, row {row},"
-            row -= file.metadata.num_rows
-        raise IndexError(row)
-
-    def encoded(self) -> Iterator[list[bytes]]:
-        import pyarrow
-
-        for path, file in zip(self._files, self._opened, strict=True):
-            with self._reading(path):
-                for batch in file.iter_batches(BATCH, columns=[self.image]):
-                    column = batch.column(0)
-                    if pyarrow.types.is_struct(column.type) and "bytes" in column.type.names:
-                        column = column.field("bytes")
-                    if not (pyarrow.types.is_binary(column.type) or pyarrow.types.is_large_binary(column.type)):
-                        raise DataMissing(
-                            f"the column {self.image!r} of {path} holds {column.type}, not encoded pictures. Name the "
-                            "right one: image=..."
-                        )
-                    if column.null_count:
-                        raise DataMissing(f"the column {self.image!r} of {path} has rows without a picture")
-                    yield column.to_pylist()
-
-    @contextlib.contextmanager
-    def _reading(self, path: Path) -> Iterator[None]:
-        import pyarrow
-
-        try:
-            yield
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataMissing(
-                f"{path} cannot be read as a Parquet file: {error}. If it came with `agscl data get`, remove it and "
-                "run that again"
-            ) from error
-
-
-class Folder(Source):
-    """A folder of pictures, `class/picture` or `task/class/picture`. Columns: task, label (both names) and path."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        require_readers()
-        self.name = name
-        self.folder = folder
-
-    def __str__(self) -> str:
-        return str(self.folder)
-
-    @cached_property
-    def files(self) -> tuple[Path, ...]:
-        folders: list[Path] = []
-        found: list[Path] = []
-        unread: list[Path] = []
-        for folder in self._walked():
-            inside = [each for each in folder.iterdir() if not each.name.startswith(".")]
-            pictures = [each for each in inside if each.suffix.lower() in SUFFIXES and each.is_file()]
-            if not pictures and not any(each.is_dir() for each in inside):
-                folders.append(folder)
-            found += pictures
-            unread += [each for each in inside if each.suffix.lower() in UNREAD and each.is_file()]
-        if unread:
-            raise DataMissing(
-                f"{len(unread)} pictures are of kinds that are not read, {min(unread)} among them. Convert them to one "
-                f"of {', '.join(SUFFIXES)}, or move them away"
-            )
-        found.sort(key=lambda path: natural(path.relative_to(self.folder).as_posix()))
-        if not found:
-            raise DataMissing(f"{self.folder} holds no pictures ({', '.join(SUFFIXES)})")
-        depths = {len(path.relative_to(self.folder).parts) for path in found}
-        if len(depths) > 1 or not depths <= {2, 3}:
-            raise DataMissing(
-                f"{self.folder} holds pictures at different depths, or not in folders of classes. Expected are "
-                "CLASS/picture.png for all of them, or TASK/CLASS/picture.png for all of them"
-            )
-        if folders:
-            raise DataMissing(
-                f"{folders[0]} holds no pictures that are read ({', '.join(SUFFIXES)}), so its class would be missing. "
-                "Remove it, or convert what is in it"
-            )
-        return tuple(found)
-
-    def _walked(self) -> Iterator[Path]:
-        """The folder and all below it, also where a link leads to one; what begins with a dot is left out."""
-
-        def fail(error: OSError) -> None:
-            raise DataMissing(f"{error.filename} cannot be read: {error.strerror}") from error
-
-        for path, names, _ in os.walk(self.folder, followlinks=True, onerror=fail):
-            above = {Path(path).resolve(), *Path(path).resolve().parents}
-            names[:] = sorted(n for n in names if not n.startswith(".") and Path(path, n).resolve() not in above)
-            yield Path(path)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def column(self, name: str) -> Array:
-        parts = [path.relative_to(self.folder).parts for path in self.files]
-        if name == "task" and len(parts[0]) == 2:
-            raise DataMissing(f"{self.folder} has no folders of tasks: expected is TASK/CLASS/picture.png")
-        place: dict[str, Callable[[tuple[str, ...]], str]] = {
-            "task": lambda part: part[0],
-            "label": lambda part: part[-2],
-            "path": lambda part: "/".join(part),
-        }
-        if name not in place:
-            raise DataMissing(f"pictures in a folder have no column {name!r}; they have: {', '.join(place)}")
-        return np.array([place[name](part) for part in parts])
-
-    def names(self, column: str) -> list[str]:
-        return []
-
-    def where(self, row: int) -> str:
-        return str(self.files[row])
-
-    def encoded(self) -> Iterator[list[bytes]]:
-        for start in range(0, len(self.files), BATCH):
-            yield [path.read_bytes() for path in self.files[start : start + BATCH]]
-
-
-def find(name: str, folder: Path, split: str, image: str | None = None) -> Source | None:
-    """The pictures of a split in `folder`: SPLIT.parquet, SPLIT-00000-of-00002.parquet … or a folder SPLIT."""
-    one = folder / f"{split}.parquet"
-    if one.is_file():
-        return Shards(name, (one,), image)
-    shards = sorted(folder.glob(f"{split}-*-of-*.parquet"))
-    if shards:
-        whole = int(shards[0].stem.rsplit("-of-", 1)[1].split("-")[0])
-        if len(shards) != whole:
-            raise DataMissing(
-                f"{folder} holds {len(shards)} of the {whole} files {shards[0].name} … If they came with "
-                "`agscl data get`, run that again"
-            )
-        return Shards(name, tuple(shards), image)
-    return Folder(name, folder / split) if (folder / split).is_dir() else None
-
-
-def decoded(source: Source, form: Form, rows: Array | None = None) -> Array:
-    """(pictures, channels, size, size) bytes, of all pictures or of `rows` in this order; from the cache after the
-    first time."""
-    return _from_each(source, form, rows, (form.channels, form.size, form.size), np.uint8, form.read)
-
-
-def shapes(source: Source, rows: Array | None = None) -> Array:
-    """(pictures, 2) height and width of each picture as it is stored."""
-
-    def shape(encoded: bytes) -> Array:
-        with opened(encoded) as picture:
-            return np.array(picture.size[::-1])
-
-    return _from_each(source, "shapes", rows, (2,), np.int32, shape)
-
-
-def unreadable(source: Source, form: Form) -> list[str]:
-    """Which pictures cannot be decoded, and why."""
-    broken = []
-
-    def visit(row: int, encoded: bytes) -> None:
-        try:
-            form.read(encoded)
+            decoder.decode(encoded)
         except Exception as error:  # Pillow raises many kinds
-            broken.append((row, _reason(error)))
+            failures.append((row, _describe_error(error)))
 
-    _each(source, visit, f"checking {source.name}")
-    return [f"{source.where(row)} cannot be decoded: {reason}" for row, reason in sorted(broken)]
+    _visit_images(source, try_to_decode, f"checking {source.name}")
+    return [f"{source.describe_row(row)} cannot be decoded: {reason}" for row, reason in sorted(failures)]
 
 
-def _from_each(
-    source: Source, how: object, rows: Array | None, shape: tuple[int, ...], kind: Any, read: Callable[[bytes], Array]
+def _map_images(
+    source: ImageSource,
+    function: Callable[[bytes], Array],
+    identity: object,
+    rows: Array | None,
+    shape: tuple[int, ...],
+    dtype: Any,
 ) -> Array:
+    """(images, *shape) results of `function` for each image, from the cache where `identity` names the function."""
     import PIL
 
-    def make() -> Array:
+    def compute() -> Array:
         chosen = np.arange(len(source)) if rows is None else rows
-        place = np.full(len(source), -1)
-        place[chosen] = np.arange(len(chosen))
-        array = np.empty((len(chosen), *shape), kind)
+        position = np.full(len(source), -1)
+        position[chosen] = np.arange(len(chosen))
+        results = np.empty((len(chosen), *shape), dtype)
 
-        def visit(row: int, encoded: bytes) -> None:
-            if place[row] >= 0:
+        def apply(row: int, encoded: bytes) -> None:
+            if position[row] >= 0:
                 try:
-                    array[place[row]] = read(encoded)
+                    results[position[row]] = function(encoded)
                 except Exception as error:  # Pillow raises many kinds
-                    raise DataMissing(f"{source.where(row)} cannot be decoded: {_reason(error)}") from error
+                    raise DataError(
+                        f"{source.describe_row(row)} cannot be decoded: {_describe_error(error)}"
+                    ) from error
 
-        _each(source, visit, f"decoding {source.name}, once")
-        return array
+        _visit_images(source, apply, f"decoding {source.name} (only once)")
+        return results
 
-    identity = (source.identity, how, None if rows is None else rows.tobytes(), PIL.__version__)
-    return cached(source.name, identity, source.state(), make)
+    key = (source.identity, identity, None if rows is None else rows.tobytes(), PIL.__version__)
+    return cached_array(source.name, key, source.read_file_state(), compute)
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
-    if isinstance(error, UnidentifiedImageError):  # it would name a place in memory
-        return "it is no picture, or of a kind that cannot be read"
+    if isinstance(error, UnidentifiedImageError):  # its own message is an address in memory
+        return "it is not an image, or of a format that is not supported"
     return str(error) or type(error).__name__
 
 
-def _each(source: Source, visit: Callable[[int, bytes], None], what: str) -> None:
-    """Call `visit` with the number and the bytes of every picture, from several threads: Pillow decodes in parallel."""
+def _visit_images(source: ImageSource, visit: Callable[[int, bytes], None], description: str) -> None:
+    """Call `visit(row, encoded)` for every image, in several threads: Pillow decodes in parallel."""
 
-    def some(first: int, pictures: list[bytes]) -> None:
-        for row, encoded in enumerate(pictures, first):
+    def visit_chunk(first_row: int, chunk: list[bytes]) -> None:
+        for row, encoded in enumerate(chunk, first_row):
             visit(row, encoded)
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    start = 0
-    with ThreadPoolExecutor(workers) as pool, Bar(what, len(source)) as bar:
-        for batch in source.encoded():
+    batch_start = 0
+    with ThreadPoolExecutor(workers) as pool, ProgressLine(description, len(source)) as progress:
+        for batch in source.iterate_encoded():
             step = -(-len(batch) // workers)
-            places = range(0, len(batch), step)
-            list(pool.map(some, [start + at for at in places], [batch[at : at + step] for at in places]))
-            start += len(batch)
-            bar.advance(len(batch))
-
-
-def in_order(values: Array) -> list[Any]:
-    """The different values, as a person would sort them."""
-    different = set(values.tolist())
-    return sorted(different, key=None if values.dtype.kind in "biuf" else lambda value: natural(str(value)))
-
-
-def natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A key that sorts 2 before 10, and never leaves two names equal."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)], name
-
-
-def require_readers() -> None:
-    if not (find_spec("PIL") and find_spec("pyarrow")):
-        raise DataMissing("reading pictures needs pyarrow and Pillow: pip install 'agscl[data]'")
+            starts = range(0, len(batch), step)
+            list(pool.map(visit_chunk, [batch_start + at for at in starts], [batch[at : at + step] for at in starts]))
+            batch_start += len(batch)
+            progress.advance(len(batch))

@@ -1,35 +1,51 @@
-"""A line on the terminal while something takes long; nothing where there is no terminal."""
+"""Progress of long work: a line on the terminal, nothing where there is no terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 
-class Bar:
-    """`what`: 45 %"""
+class Progress(Protocol):
+    """A progress display, open within a `with` block."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
-        self._began = self._shown = time.monotonic()
+    def __enter__(self) -> Self: ...
+
+    def advance(self, amount: int) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+MakeProgress = Callable[[str, int], Progress]
+"""(what is going on, its total, 0 if unknown) → a display."""
+
+
+class ProgressLine:
+    """Shows "description: 45 %" on stderr, from the second second on."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self._description, self._total, self._done = description, total, 0
+        self._started = self._printed = time.monotonic()
         self._visible = False
 
     def __enter__(self) -> Self:
         return self
 
-    def advance(self, by: int) -> None:
-        self._done += by
+    def advance(self, amount: int) -> None:
+        self._done += amount
         now = time.monotonic()
-        if sys.stderr.isatty() and now - self._began > 1 and now - self._shown > 0.1:
-            self._shown, self._visible = now, True
-            print(
-                f"\r{self._what}: {100 * self._done / max(self._total, 1):.0f} %", end="", file=sys.stderr, flush=True
-            )
+        if sys.stderr.isatty() and now - self._started > 1 and now - self._printed > 0.1:
+            self._printed, self._visible = now, True
+            percent = 100 * self._done / max(self._total, 1)
+            print(f"\r{self._description}: {percent:.0f} %", end="", file=sys.stderr, flush=True)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._visible:
-            print("\r" + " " * (len(self._what) + 8) + "\r", end="", file=sys.stderr, flush=True)
+            print("\r" + " " * (len(self._description) + 8) + "\r", end="", file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ def load_tasks(config: RunConfig) -> TaskSequence:
 def build_trainer(config: RunConfig, method_name: str, sequence: TaskSequence) -> Trainer:
     """A trainer for the method (or bound) of this name, with a new model."""
     first = sequence[0]
-    model, method = build_model(config, method_name, first.inputs(first.train_x[:2]))
+    model, method = build_model(config, method_name, first.prepare_inputs(first.train_x[:2]))
     _check_input_shapes(config, getattr(model.trunk, "input_shape", ()), sequence)
     trainer_class = Joint if method_name == "joint" else Trainer
     try:
@@ -86,7 +86,7 @@ def measure_memory(preset: str, method_name: str) -> dict[str, int]:
 def _check_input_shapes(config: RunConfig, expected: Sequence[int], sequence: TaskSequence) -> None:
     """Raise `WrongOptions` where a task's inputs do not have the shape the network expects, if it expects one."""
     for task in sequence if expected else ():
-        shape = tuple(task.inputs(task.train_x[:1]).shape[1:])
+        shape = tuple(task.prepare_inputs(task.train_x[:1]).shape[1:])
         if shape != tuple(expected):
             can_resize = ":" in config.tasks and len(expected) == 3
             resize = f"Resize them: --task-options size={expected[-1]} channels={expected[0]}"

@@ -25,7 +25,7 @@ from agscl.runs.events import read_last_event
 from agscl.runs.folder import DIVERGED, read_json
 from agscl.system.files import encode_json
 from agscl.system.process import skip_gc_at_exit, tune_malloc
-from agscl.tasks import DataMissing
+from agscl.tasks import DataError
 
 POLL_SECONDS = 0.2
 """How often the progress of the runs is looked up."""
@@ -185,7 +185,7 @@ def _run_job(job: Job, checkpoint_every: float) -> JobOutcome | None:
                 )
         except Interrupted:
             return None
-        except DataMissing:
+        except DataError:
             raise
         except RunError as error:
             return JobOutcome(error=str(error))

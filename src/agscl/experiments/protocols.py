@@ -39,7 +39,7 @@ class Joint(Trainer):
     def _loss(self, rows: Tensor) -> Tensor:
         of, within = (part[rows] for part in self._pool)
         mine = {place: of == place for place in of.unique().tolist()}
-        batches = {place: self.task_at(place).batch(within[here]) for place, here in mine.items()}
+        batches = {place: self.task_at(place).make_batch(within[here]) for place, here in mine.items()}
         some = next(iter(batches.values()))[0]
         x = some.new_empty(len(rows), *some.shape[1:])
         for place, (inputs, _) in batches.items():

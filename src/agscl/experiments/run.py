@@ -195,7 +195,7 @@ def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> None:
     certificate = trainer.method.certificate()
     if certificate.probe is None:
         first = trainer.tasks[0]
-        shape = first.inputs(first.train_x[:1]).shape[1:]
+        shape = first.prepare_inputs(first.train_x[:1]).shape[1:]
         batch = Probe.draw([PROBE_SIZE, *shape], seed=0).to(trainer.device)
         certificate = replace(certificate, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
     with run.explain_write_errors():

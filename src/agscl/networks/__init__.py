@@ -1,4 +1,4 @@
-"""The networks of the experiments: trunks that end in features; the heads are `MultiHead`'s."""
+"""The networks of the experiments: trunks that compute features. `MultiHead` adds the heads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from agscl.networks.cifar import CifarTrunk
 from agscl.networks.eight import EightTrunk
 from agscl.networks.mlp import MLP
 from agscl.networks.omniglot import OmniglotTrunk
-from agscl.networks.weights import WeightsMissing
+from agscl.networks.weights import WeightsError
 
-__all__ = ["NETWORKS", "Trunk", "WeightsMissing"]
+__all__ = ["NETWORKS", "Trunk", "WeightsError"]
 
 Trunk = MLP | CifarTrunk | OmniglotTrunk | AlexNetTrunk | EightTrunk | AtariTrunk
 

@@ -1,4 +1,4 @@
-"""AlexNet, as torchvision has it, without its last layer; the paper's network for birds, trained on ImageNet before."""
+"""AlexNet as in torchvision, without its last layer: the paper's network for birds, pretrained on ImageNet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from agscl.networks.weights import Download, find, load
+from agscl.data.remote import RemoteFile
+from agscl.networks.weights import find_weights, load_weights
 
-IMAGENET = Download(
+IMAGENET = RemoteFile(
     "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth",
-    sha256="7be5be791159472b1fbf3c69796f7cb30dca7ad8466c2df70058c37116cdee02",
+    "alexnet-owt-7be5be79.pth",
+    "7be5be791159472b1fbf3c69796f7cb30dca7ad8466c2df70058c37116cdee02",
     size=244_408_911,
 )
 """torchvision's own weights, IMAGENET1K_V1."""
@@ -20,8 +22,8 @@ IMAGENET = Download(
 class AlexNetTrunk(nn.Module):
     """(batch, 3, 224, 224) → (batch, 4096); other sizes from 63 on are averaged to the same 6×6 positions.
 
-    `weights`: none for random ones; "imagenet" for torchvision's, downloaded once; or a file in torchvision's key names
-    (.safetensors, or what `torch.save` wrote): its path, or hf://owner/repository/file on the Hugging Face hub.
+    `weights`: None for random ones; "imagenet" for torchvision's, downloaded once; or a file with torchvision's names
+    of parameters (.safetensors, or saved by `torch.save`): its path, or hf://owner/repository/file on the hub.
     """
 
     features = 4096
@@ -55,8 +57,8 @@ class AlexNetTrunk(nn.Module):
             nn.ReLU(),
         )
         if weights is not None:
-            path = find(weights, {"imagenet": IMAGENET})
-            load(self, path, names={"features.": "conv.", "classifier.": "dense."}, without="classifier.6.")
+            path = find_weights(weights, {"imagenet": IMAGENET})
+            load_weights(self, path, prefixes={"features.": "conv.", "classifier.": "dense."}, skip="classifier.6.")
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.dense(self.conv(x)))

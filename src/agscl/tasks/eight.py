@@ -1,14 +1,15 @@
-"""Eight small datasets as eight tasks, all of them 3 × 32 × 32; and the five of them that need no own collecting."""
+"""Eight small datasets as eight tasks, all 3 × 32 × 32; and `five`, made of datasets that are easy to get."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from agscl.data.catalogue import DATASETS, examples
-from agscl.data.images import Form
-from agscl.tasks.task import Task, TaskSequence, cut
+from agscl.data.catalogue import DATASETS
+from agscl.data.datasets import load_examples
+from agscl.data.images import ImageDecoder
+from agscl.tasks.task import Task, TaskSequence, make_task
 
-VALIDATION = 0.15
+VALIDATION_SHARE = 0.15
 EIGHT = ("cifar10", "cifar100", "mnist", "svhn", "fashion_mnist", "signs", "facescrub", "notmnist")
 FIVE = ("cifar10", "tinyimagenet32", "mnist", "fashion_mnist", "notmnist")
 
@@ -25,37 +26,37 @@ NORMALISATION = {
     "notmnist": ((0.4254,) * 3, (0.4501,) * 3),
 }
 PADDED = ("mnist", "fashion_mnist")
-"""These get 2 black pixels around them."""
+"""Images of 28 × 28 that get a black border of 2 pixels."""
 
 
-def eight(*, seed: int) -> TaskSequence:
+def load_eight(*, seed: int) -> TaskSequence:
     """(examples, 3, 32, 32) bytes, 293 classes, always in this order; the seed draws the 15 % for validation."""
-    return tuple(_task(name, place, seed) for place, name in enumerate(EIGHT))
+    return tuple(_load_task(name, position, seed) for position, name in enumerate(EIGHT))
 
 
-def five(*, seed: int) -> TaskSequence:
-    """As `eight`, with `tinyimagenet32` in the place of CIFAR-100 and without SVHN, traffic signs and FaceScrub: 140
-    classes."""
-    return tuple(_task(name, place, seed) for place, name in enumerate(FIVE))
+def load_five(*, seed: int) -> TaskSequence:
+    """As `load_eight`, with `tinyimagenet32` in the place of CIFAR-100 and without SVHN, traffic signs and FaceScrub:
+    140 classes."""
+    return tuple(_load_task(name, position, seed) for position, name in enumerate(FIVE))
 
 
-def form_of(name: str) -> Form:
-    # What has another size is resized by Lanczos: notMNIST then has the mean and the deviation above.
-    return Form(32, fit="pad" if name in PADDED else "squeeze", filter="lanczos")
+def choose_decoder(name: str) -> ImageDecoder:
+    # Images of other sizes are resized by Lanczos: notMNIST then has the mean and the deviation above.
+    return ImageDecoder(32, fit="pad" if name in PADDED else "squeeze", filter="lanczos")
 
 
-def _task(name: str, place: int, seed: int) -> Task:
-    train, test = (examples(name, split, form_of(name)) for split in ("train", "test"))
+def _load_task(name: str, position: int, seed: int) -> Task:
+    train, test = (load_examples(name, split, choose_decoder(name)) for split in ("train", "test"))
     mean, std = NORMALISATION[name]
-    return cut(
+    return make_task(
         name,
         range(DATASETS[name].classes),
         train,
         np.arange(len(train.y)),
         test,
         np.arange(len(test.y)),
-        validation=VALIDATION,
-        random=np.random.default_rng([seed, place]),
+        validation_share=VALIDATION_SHARE,
+        rng=np.random.default_rng([seed, position]),
         mean=mean,
         std=std,
     )

@@ -1,4 +1,4 @@
-"""One task's data, and how it is cut out of a dataset."""
+"""One task's data, and how a task is made from a dataset."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from agscl.data.examples import Array, Examples
-from agscl.tasks.crop import random_resized_crop
+from agscl.tasks.random_crop import random_resized_crop
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task's data, as it is kept: `inputs` and `batch` make of it what a model reads.
+    """One task's data as it is stored; `prepare_inputs` and `make_batch` return what a model reads.
 
     Inputs are (examples, ...) floats or (examples, channels, height, width) bytes; labels (examples,) integers below
     `classes`.
@@ -34,27 +34,27 @@ class Task:
     test_x: Tensor
     test_y: Tensor
     mean: Tensor | None = None
-    """(channels,) mean of the inputs, bytes taken as 0 to 1; none where they are not normalised."""
+    """(channels,) mean of the inputs, bytes scaled to 0 to 1; None: inputs are not normalised."""
     std: Tensor | None = None
     """(channels,) standard deviation, likewise."""
     crop: int | None = None
-    """Pictures are read as `crop` × `crop`; none: as they are."""
+    """The model reads images of `crop` × `crop`; None: as they are stored."""
     shapes: Tensor | None = None
-    """(training examples, 2) height and width of each original picture, kept as a square; a training step then reads
-    a random crop of it."""
+    """(training examples, 2) original height and width of each image that is stored as a square; a training step then
+    reads a random crop of it."""
 
     def to(self, device: torch.device | str) -> Task:
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        tensors: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
-    def laid_out(self, layout: Callable[[Tensor], Tensor]) -> Task:
-        """With its inputs laid out in memory by a function."""
+    def with_layout(self, change_layout: Callable[[Tensor], Tensor]) -> Task:
+        """A copy whose inputs were passed through `change_layout`, which may change their memory layout only."""
         inputs = {name: getattr(self, name) for name in ("train_x", "valid_x", "test_x")}
-        laid: dict[str, Any] = {name: layout(x) for name, x in inputs.items() if x is not None}
-        return replace(self, **laid)
+        changed: dict[str, Any] = {name: change_layout(x) for name, x in inputs.items() if x is not None}
+        return replace(self, **changed)
 
-    def check(self) -> None:
-        """Raise where a part of the data cannot be learned from, or would give figures that mean nothing."""
+    def check_data(self) -> None:
+        """Raise ValueError where a part of the data cannot be learned from, or would give meaningless results."""
         parts = {
             "training": (self.train_x, self.train_y),
             "validation": (self.valid_x, self.valid_y),
@@ -63,74 +63,75 @@ class Task:
         for part, (x, y) in parts.items():
             if x is None or y is None:
                 continue
-            where = f"the {part} examples of task {self.name!r}"
+            examples = f"the {part} examples of task {self.name!r}"
             if not len(x) or not len(y):
                 raise ValueError(f"task {self.name!r} has no {part} examples")
             if y.shape != (len(x),):
-                raise ValueError(f"{where} are {len(x)} inputs, but the labels have the shape {tuple(y.shape)}")
+                raise ValueError(f"{examples} are {len(x)} inputs, but the labels have the shape {tuple(y.shape)}")
             if y.dtype != torch.long:
-                raise ValueError(f"labels of {where} are {y.dtype}, not torch.long: use y.long()")
+                raise ValueError(f"labels of {examples} are {y.dtype}, not torch.long: use y.long()")
             if (low := int(y.min())) < 0 or int(y.max()) >= self.classes:
                 raise ValueError(
-                    f"labels of {where} go from {low} to {int(y.max())}; with {self.classes} classes they are 0 to "
-                    f"{self.classes - 1}"
+                    f"labels of {examples} range from {low} to {int(y.max())}; with {self.classes} classes they must "
+                    f"be 0 to {self.classes - 1}"
                 )
             if x.is_floating_point() and not bool(x.isfinite().all()):
-                raise ValueError(f"{where} have inputs that are infinite or NaN")
+                raise ValueError(f"{examples} have inputs that are infinite or NaN")
 
     def with_validation(self, share: float, seed: int) -> Task:
-        """With this share of the training examples set apart for validation, drawn by the seed, if there are none."""
+        """A copy in which this share of the training examples, drawn by the seed, is the validation split; the task
+        itself where it has one already."""
         if not share or self.valid_x is not None:
             return self
         rows = torch.from_numpy(np.random.default_rng([seed, len(self.train_y)]).permutation(len(self.train_y)))
-        count = _held_out(round(share * len(rows)), len(rows), self.name)
-        held, kept = rows[:count], rows[count:]
+        count = _limit_validation_count(round(share * len(rows)), len(rows), self.name)
+        valid, train = rows[:count], rows[count:]
         return replace(
             self,
-            train_x=self.train_x[kept],
-            train_y=self.train_y[kept],
-            valid_x=self.train_x[held],
-            valid_y=self.train_y[held],
-            shapes=None if self.shapes is None else self.shapes[kept],
+            train_x=self.train_x[train],
+            train_y=self.train_y[train],
+            valid_x=self.train_x[valid],
+            valid_y=self.train_y[valid],
+            shapes=None if self.shapes is None else self.shapes[train],
         )
 
-    def inputs(self, x: Tensor) -> Tensor:
-        """What a model reads of `x`, some of this task's inputs: floats, normalised. Nothing is drawn at random."""
+    def prepare_inputs(self, x: Tensor) -> Tensor:
+        """Some of this task's stored inputs as a model reads them: normalised floats. Nothing is random."""
         if x.dtype == torch.uint8 and self.crop is None and self.mean is not None and self.std is not None:
-            mean, std = (one.view(-1, *[1] * (x.dim() - 2)) for one in self._of_bytes)
-            return x.sub(mean).div_(std)  # in two passes over the data instead of four
-        x = _floats(x)
+            mean, std = (each.view(-1, *[1] * (x.dim() - 2)) for each in self._byte_normalisation)
+            return x.sub(mean).div_(std)  # two passes over the data instead of four
+        x = _to_floats(x)
         if self.crop is not None and x.shape[-2:] != (self.crop, self.crop):
             x = F.interpolate(x, (self.crop, self.crop), mode="bilinear", antialias=True)
-        return self._normalised(x)
+        return self._normalise(x)
 
     @cached_property
-    def _of_bytes(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of inputs that are bytes."""
+    def _byte_normalisation(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation on the scale of bytes, 0 to 255."""
         assert self.mean is not None
         assert self.std is not None
         return 255 * self.mean, 255 * self.std
 
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def make_batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels of these rows of the training data, for a training step.
 
         Crops are drawn by torch's global generator of the data's device.
         """
-        x, y = _rows(self.train_x, rows), self.train_y[rows]
+        x, y = _select_rows(self.train_x, rows), self.train_y[rows]
         if self.crop is None or self.shapes is None:
-            return self.inputs(x), y
-        return self._normalised(random_resized_crop(_floats(x), self.shapes[rows], self.crop)), y
+            return self.prepare_inputs(x), y
+        return self._normalise(random_resized_crop(_to_floats(x), self.shapes[rows], self.crop)), y
 
     def checksum(self) -> int:
-        """A number that another name, other examples or another split change."""
-        found = zlib.crc32(f"{self.name} {self.classes}".encode())
+        """CRC-32 of the name, the number of classes, and all examples in their split."""
+        crc = zlib.crc32(f"{self.name} {self.classes}".encode())
         for part in (self.train_x, self.train_y, self.valid_x, self.valid_y, self.test_x, self.test_y):
             if part is not None:
                 array: Any = part.contiguous().numpy()
-                found = zlib.crc32(array, found)
-        return found
+                crc = zlib.crc32(array, crc)
+        return crc
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _normalise(self, x: Tensor) -> Tensor:
         if self.mean is None or self.std is None:
             return x
         by_channel = (-1, *[1] * (x.dim() - 2))
@@ -140,7 +141,7 @@ class Task:
 TaskSequence = tuple[Task, ...]
 
 
-def cut(
+def make_task(
     name: str,
     classes: Sequence[int],
     train: Examples,
@@ -148,52 +149,56 @@ def cut(
     test: Examples,
     test_rows: Array,
     *,
-    validation: float,
-    random: np.random.Generator,
+    validation_share: float,
+    rng: np.random.Generator,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Task:
-    """The task of telling `classes` apart, numbered in this order, on these rows.
+    """The task of distinguishing `classes`, which get the labels 0, 1, ... in this order, made of these rows.
 
-    `random` draws which share `validation` of the training rows is set apart; 0: none is.
+    `rng` draws which share of the training rows is the validation split; 0: there is none.
     """
-    rows = random.permutation(train_rows)
-    held = _held_out(int(validation * len(rows)), len(rows), name) if validation else 0
-    valid_x, valid_y = _part(train, rows[:held], classes) if validation else (None, None)
+    rows = rng.permutation(train_rows)
+    valid_count = _limit_validation_count(int(validation_share * len(rows)), len(rows), name) if validation_share else 0
+    valid_x, valid_y = _select_examples(train, rows[:valid_count], classes) if validation_share else (None, None)
     return Task(
         name,
         len(classes),
-        *_part(train, rows[held:], classes),
+        *_select_examples(train, rows[valid_count:], classes),
         valid_x,
         valid_y,
-        *_part(test, test_rows, classes),
+        *_select_examples(test, test_rows, classes),
         mean=None if mean is None else torch.tensor(mean),
         std=None if std is None else torch.tensor(std),
     )
 
 
-def _held_out(count: int, of: int, task: str) -> int:
-    """At least one example for validation, and one left for training."""
-    if of < 2:
-        raise ValueError(f"task {task!r} has {of} training example(s), of which none can be set apart for validation")
-    return min(max(count, 1), of - 1)
+def _limit_validation_count(count: int, total: int, task: str) -> int:
+    """At least one example for validation, and at least one left for training."""
+    if total < 2:
+        raise ValueError(
+            f"task {task!r} has {total} training example(s): too few to set some apart for validation. Add examples, "
+            "or train without a validation split"
+        )
+    return min(max(count, 1), total - 1)
 
 
-def _part(examples: Examples, rows: Array, classes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _select_examples(examples: Examples, rows: Array, classes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Inputs of these rows, and their labels as positions in `classes`."""
     order = np.argsort(classes)
-    places = order[np.searchsorted(np.asarray(classes)[order], examples.y[rows])]
-    y = torch.from_numpy(places.astype(np.int64))
+    positions = order[np.searchsorted(np.asarray(classes)[order], examples.y[rows])]
+    y = torch.from_numpy(positions.astype(np.int64))
     if isinstance(examples.x, Tensor):
         return examples.x[torch.from_numpy(rows)], y
     return torch.from_numpy(examples.x[rows]), y
 
 
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows, laid out in memory as all are."""
+def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows, in the memory layout of `x`."""
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return x.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2)
     return x[rows]
 
 
-def _floats(x: Tensor) -> Tensor:
+def _to_floats(x: Tensor) -> Tensor:
     return x.float() / 255 if x.dtype == torch.uint8 else x

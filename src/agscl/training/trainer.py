@@ -122,7 +122,7 @@ class Trainer:
             check_name(task.name)
             if task.name in [other.name for other in tasks[:place]]:
                 raise ValueError(f"two tasks are called {task.name!r}")
-            task.check()
+            task.check_data()
             if config.validates and task.valid_x is None:
                 raise ValueError(
                     f"task {task.name!r} has no validation split: set patience=None and restore_best=False"
@@ -180,7 +180,7 @@ class Trainer:
         if place not in self._moved:
             moved = self.tasks[place].to(self.device)
             if self.device.type == "cuda":  # else a batch is: what is read from a file would be copied whole
-                moved = moved.laid_out(self._laid_out)
+                moved = moved.with_layout(self._laid_out)
             self._moved[place] = moved
         return self._moved[place]
 
@@ -282,7 +282,7 @@ class Trainer:
 
     def _loss(self, rows: Tensor) -> Tensor:
         """The mean loss of these rows of the training data."""
-        x, y = self.task.batch(rows)
+        x, y = self.task.make_batch(rows)
         whole = len(rows) == self.config.batch_size  # for the last batch alone torch's compiler does not pay
         try:
             with self._compiled.in_use(compiled=whole) if self._compiled and self._met else nullcontext():
@@ -396,7 +396,7 @@ class Trainer:
         if not self.method.batch_size_matters:  # training a batch takes more memory than looking at two
             size = max(size, min(2 * size, EVALUATION_BATCH))
         for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
-            yield self._laid_out(task.inputs(x)), y
+            yield self._laid_out(task.prepare_inputs(x)), y
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -417,7 +417,7 @@ class Trainer:
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         with self._evaluating(), self._compiled.in_use(compiled=False) if self._compiled else nullcontext():
             for x, y in zip(task.valid_x.split(EVALUATION_BATCH), task.valid_y.split(EVALUATION_BATCH), strict=True):
-                total += len(y) * self._loss_of(task.inputs(x), y, task.name)
+                total += len(y) * self._loss_of(task.prepare_inputs(x), y, task.name)
         return total / len(task.valid_y)
 
     def test_accuracies(self) -> list[float]:
@@ -436,7 +436,7 @@ class Trainer:
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         with self._evaluating(), self._computing():
             for x, y in zip(inputs.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
-                output = self.model(self._laid_out(task.inputs(x)), task.name)
+                output = self.model(self._laid_out(task.prepare_inputs(x)), task.name)
                 total += (output.argmax(1) == y).sum()
         return total / len(labels)
 
