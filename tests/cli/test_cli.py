@@ -770,7 +770,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_for_comparisons_too(tmp_path, 
 def test_options_of_tasks_that_there_are_not_are_named_with_those_there_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", "digits", "--task-options", "foo=1"]) == 2
-    assert "digits: there is no option 'foo'; there are: shuffle_classes, test_share" in capsys.readouterr().err
+    assert "digits: unknown option 'foo'; the options are: shuffle_classes, test_share" in capsys.readouterr().err
     assert main(["run", "--resume"]) == 2, "a run that never began is nothing to go on with"
     assert "there is no unfinished run" in capsys.readouterr().err
 
@@ -860,7 +860,7 @@ def test_an_option_that_tasks_do_not_have_is_wrong_use_and_nothing_is_started(tm
     words = [*command.split(), "digits", "--tasks", f"folder:{pictures}", "--task-options", option, "--runs", str(runs)]
     assert main(words) == 2
     said = capsys.readouterr()
-    assert ("there is no option 'foo'" if option == "foo=3" else "classes_per_task is a whole number") in said.err
+    assert ("unknown option 'foo'" if option == "foo=3" else "classes_per_task must be a whole number") in said.err
     assert "FAILED" not in said.out
     assert not [path for path in runs.rglob("*.json") if path.name in ("comparison.json", "search.json", "data.json")]
 
