@@ -20,8 +20,9 @@ from PIL import Image
 from torch import nn
 
 import agscl
-from agscl.cli import main as cli
+from agscl.cli import run as run_command
 from agscl.cli.main import main
+from agscl.cli.signals import catch_stop_signals
 from agscl.experiments import run as run_module
 from agscl.experiments.config import choose_threads, configure
 from agscl.experiments.methods import METHODS
@@ -36,7 +37,7 @@ QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quic
 
 def start(folder: Path, *arguments: str, **options) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "agscl.cli.main", *(arguments or QUICK)]
+    command = [sys.executable, "-m", "agscl.cli", *(arguments or QUICK)]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
@@ -132,7 +133,7 @@ def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path,
 
 def test_the_line_that_says_how_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_signals", lambda: contextlib.nullcontext(lambda: True))
+    monkeypatch.setattr(run_command, "catch_stop_signals", lambda: contextlib.nullcontext(lambda: True))
     words = ["run", "--runs", "some runs", "--method", "finetune", "--name", "quick one"]
     assert main(words) == 130
     line = capsys.readouterr().out.splitlines()[-1].split("Continue with: ")[1]
@@ -206,7 +207,7 @@ def test_what_a_terminal_cannot_show_does_not_end_a_run(tmp_path):
 
 
 def test_a_signal_stops_at_once_until_training_asks_for_it():
-    with cli._signals() as stopped:
+    with catch_stop_signals() as stopped:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)  # while data is downloaded, say
         assert not stopped()
@@ -283,10 +284,10 @@ def finished(uninterrupted, monkeypatch):
 def test_the_same_command_on_a_finished_run_says_so_and_trains_nothing(finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix}
     assert main(QUICK) == 0
-    assert "runs/quick is finished; nothing to do" in capsys.readouterr().out
+    assert "runs/quick is finished already; nothing to do" in capsys.readouterr().out
     assert main(["run", "--resume", "quick"]) == 0
     assert main(["run", "--resume", "quick", "--device", "cuda"]) == 2
-    assert "--resume takes every setting from runs/quick/config.json; leave out device" in capsys.readouterr().err
+    assert "--resume takes all settings from runs/quick/config.json: leave out device" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.suffix} == {
         **before,
         finished / "events.jsonl": (finished / "events.jsonl").stat().st_mtime_ns,
@@ -302,8 +303,8 @@ def test_the_summary_shows_both_matrices_the_measures_and_where_the_run_is(finis
         "average accuracy",
         "plasticity",
         "stability",
-        "free (sparsity)",
-        "used capacity",
+        "free",
+        "unchanged",
         "EWC",
         "certificate",
         "stored in    runs/quick/",
@@ -483,11 +484,14 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
         (["run", "--set", "weight_decay=-1"], "weight_decay must be at least 0, not -1.0"),
         (["run", "--set", "momentum=1", "optimizer=sgd"], "momentum must be at least 0 and below 1"),
         (["run", "--threads", "0"], "--threads must be at least 1"),
-        (["run", "--checkpoint-every", "-1"], "--checkpoint-every takes seconds above 0"),
+        (["run", "--checkpoint-every", "-1"], "--checkpoint-every must be above 0 seconds, not -1"),
         (["compare", "digits", "--methods", "agscl,ewc", "--set", "lam=4"], "e.g. --set agscl.lam=4"),
         (["run", "--set", "rho=much"], "rho is a number, not 'much'"),
-        (["run", "--epochs", "2", "--set", "epochs=1"], "--epochs and --set epochs=… say the same: leave one out"),
-        (["compare", "--batch-size", "2", "--set", "batch_size=1"], "--batch-size and --set batch_size=… say the same"),
+        (["run", "--epochs", "2", "--set", "epochs=1"], "--epochs and --set epochs=… set the same thing: use only one"),
+        (
+            ["compare", "--batch-size", "2", "--set", "batch_size=1"],
+            "--batch-size and --set batch_size=… set the same thing",
+        ),
         (["compare", "--methods", "ewc", "--set", "finetune.rho=1"], "finetune has no setting 'rho'"),
         (["search", "digits", "--method", "ewc", "--set", "lam=0"], "start above 0, e.g. --set lam=1"),
         (["run", "--set", "prox_every=day"], "prox_every is epoch or step or a whole number, not 'day'"),
@@ -499,14 +503,17 @@ def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsy
             "ewc has no setting 'mu'. Its settings: batchnorm, steady, lam",
         ),
         (["run", "--device", "abacus"], "device 'abacus' is not available on this machine"),
-        (["run", "--resume", "nosuch"], "no run is called 'nosuch'"),
+        (["run", "--resume", "nosuch"], "no run 'nosuch' in runs/. There are none yet"),
         (["run", "--resume"], "no unfinished run"),
         (["run", "omniglot5"], "AGSCL_DATA"),
-        (["verify", "nosuch"], "no run is called 'nosuch'"),
-        (["inspect", "nocolon"], "'nocolon' is no network (mlp, cifar, omniglot, alexnet, eight, atari) and no run"),
+        (["verify", "nosuch"], "no run 'nosuch' in runs/"),
+        (
+            ["inspect", "nocolon"],
+            "'nocolon' is neither a network (mlp, cifar, omniglot, alexnet, eight, atari) nor",
+        ),
         (["inspect", "mlp", "--tasks", "0"], "--tasks must be at least 1"),
-        (["inspect", "mlp", "--heads", "out"], "--input-shape and --heads are for models of yours"),
-        (["inspect", "nosuchmodule:make"], "no module is called 'nosuchmodule'"),
+        (["inspect", "mlp", "--heads", "out"], "--input-shape and --heads are only for your own models"),
+        (["inspect", "nosuchmodule:make"], "no module 'nosuchmodule' in this folder"),
         (["inspect", "json:nosuch"], "json has no 'nosuch'"),
         (["inspect", "json:__name__"], "not a function"),
         (["inspect", "test_cli:raises"], "failed: ImportError: no flux capacitor"),
@@ -661,13 +668,14 @@ def test_inspect_of_alexnet_shows_9344_importances_against_57_million_in_one_com
 
 def test_numbers_too_long_for_the_terminal_are_shortened():
     from agscl.analysis.memory import FORECASTS, Amount, LayerInputs, Outline, forecast_memory
-    from agscl.cli.terminal import _held, console
+    from agscl.cli.console import console
+    from agscl.cli.tables import _make_memory_table
 
     many, layers = Amount(4 * 10**9, 16 * 10**9), (LayerInputs(1, 10**5, (100,), 4),)
     outline = Outline(weights=many, packed=many.numbers, groups=10**5, incoming=many, layers=layers)
     kept = {name: forecast_memory(name, outline, 3) for name in FORECASTS}
     with console.capture() as captured:
-        console.print(_held("", kept))
+        console.print(_make_memory_table("", kept))
     assert "8,000.0 M" in captured.get()
     assert "48.0 GB" in captured.get()
     assert max(map(len, captured.get().splitlines())) <= 80
@@ -679,13 +687,13 @@ def test_inspect_of_a_finished_run_shows_what_it_really_held_beside_every_method
     memory = json.loads((finished / "result.json").read_text())["methods"]["agscl"]["memory"]
     (own,) = [line.split()[2:] for line in shown.splitlines() if line.startswith("this run ")]
     assert own[:3] == [f"{memory[purpose]:,}" for purpose in ("importances", "anchors", "masks")]
-    assert "this run: AGS-CL, as it counted itself at its end" in shown
+    assert "this run: AGS-CL, as it reported itself at its end" in shown
     assert "after 5 tasks" in shown
     rows = counted(shown)
     assert rows["AGS-CL"][:2] == ["150", "≤8,350"]
     assert rows["HAT"][2:4] == ["150", "750"]
     everything = sum(memory[purpose] for purpose in ("importances", "anchors", "masks"))
-    assert rows["all"][-4:] == ["16,700", f"{everything:,}", f"{16_700 / everything - 0.005:.2f}", "×"]
+    assert rows["everything"][-4:] == ["16,700", f"{everything:,}", f"{16_700 / everything - 0.005:.2f}", "×"]
     assert max(map(len, shown.splitlines())) <= 80
     assert main(["inspect", "runs/quick"]) == 0
     assert capsys.readouterr().out == shown
@@ -693,12 +701,12 @@ def test_inspect_of_a_finished_run_shows_what_it_really_held_beside_every_method
 
 def test_inspect_of_a_run_has_its_own_number_of_tasks_and_must_be_finished(finished, tmp_path, monkeypatch, capsys):
     assert main(["inspect", "quick", "--tasks", "3"]) == 2
-    assert "has learned 5 tasks, and is shown after these" in capsys.readouterr().err
+    assert "has learned 5 tasks, and its memory is counted after them" in capsys.readouterr().err
     shutil.copytree(finished, tmp_path / "runs" / "half")
     (tmp_path / "runs" / "half" / "result.json").unlink()
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "half"]) == 2
-    assert "agscl run --resume half finishes it" in capsys.readouterr().err
+    assert "Finish it with: agscl run --resume half" in capsys.readouterr().err
 
 
 def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_path, monkeypatch, capsys):
@@ -772,7 +780,7 @@ def test_options_of_tasks_that_there_are_not_are_named_with_those_there_are(tmp_
     assert main(["run", "digits", "--task-options", "foo=1"]) == 2
     assert "digits: unknown option 'foo'; the options are: shuffle_classes, test_share" in capsys.readouterr().err
     assert main(["run", "--resume"]) == 2, "a run that never began is nothing to go on with"
-    assert "there is no unfinished run" in capsys.readouterr().err
+    assert "no unfinished run" in capsys.readouterr().err
 
 
 def test_the_version(capsys):

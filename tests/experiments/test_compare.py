@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from agscl.analysis import metrics
-from agscl.cli import main as cli
-from agscl.cli import terminal
+from agscl.cli import jobs as cli_jobs
+from agscl.cli import progress as cli_progress
 from agscl.cli.main import main
 from agscl.experiments import compare, jobs
 from agscl.experiments.compare import summarize_values
@@ -33,7 +33,7 @@ SMALL, ONE_AT_A_TIME = [*SMALL, "2"], [*SMALL, "1"]
 
 
 def start(folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agscl.cli.main", *arguments]
+    command = [sys.executable, "-m", "agscl.cli", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -176,9 +176,9 @@ def test_workers_are_born_deaf_to_ctrl_c():
 def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan = compare.plan_comparison("digits", ["l2"], 1, Path("runs/small"))
-    with cli._held(plan):
+    with cli_jobs._lock_folders(plan):
         assert main(["compare", "digits", "--methods", "l2", "--seeds", "1", "--name", "small"]) == 2
-    assert "another command is at work on runs/small" in capsys.readouterr().err
+    assert "another command is using runs/small" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_leaves_the_others_alone_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):
@@ -214,14 +214,14 @@ def test_a_users_mistake_in_a_comparison_is_one_line_and_exit_code_2(arguments, 
 
 def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(tmp_path, monkeypatch):
     written = io.StringIO()
-    monkeypatch.setattr(terminal, "console", Console(file=written, force_terminal=True, width=80))
+    monkeypatch.setattr(cli_progress, "console", Console(file=written, force_terminal=True, width=80))
     plan = compare.plan_comparison("digits", ["l2"], 1, tmp_path)
     (tmp_path / "l2-seed0").mkdir()
     (tmp_path / "l2-seed0" / "events.jsonl").write_text('{"progress": 0.5}\n{"progress": 0.7')
-    with terminal.Comparing(plan) as progress:
-        progress.show(plan)
-        progress.ended(plan[1], "average accuracy 90.0 %")
-        progress.show(plan[:1])
+    with cli_progress.JobsProgress(plan) as progress:
+        progress.show_running(plan)
+        progress.show_end(plan[1], "average accuracy 90.0 %")
+        progress.show_running(plan[:1])
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
     lines = shown.replace("\r", "\n").splitlines()
     bars = [line for line in lines if line.startswith(("all", "L2"))]
@@ -252,7 +252,7 @@ def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatc
     for device, seeds in (("cuda", 2), ("cpu", 2), ("cuda", 1)):
         plan = compare.plan_comparison("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
         plan = [replace(job, config=replace(job.config, device=device)) for job in plan]
-        cli._side_by_side(plan, jobs=2, checkpoint_every=60.0)
+        cli_jobs.run_jobs_with_progress(plan, processes=2, checkpoint_every=60.0)
         told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
         assert told == (not on and device == "cuda" and seeds == 2)
 

@@ -227,7 +227,7 @@ def test_settings_of_single_methods_are_given_with_their_names(studied):
     assert config["settings"]["mu"] == 3
     code, said = studied("prox", "--set", "mu=3")
     assert code == 2
-    assert "say whose setting it is, e.g. --set agscl.mu=3" in said
+    assert "name the method, e.g. --set agscl.mu=3" in said
 
 
 def test_where_every_run_fails_there_is_no_empty_table(studied):

@@ -34,7 +34,7 @@ def test_a_run_is_shown_in_tensorboard_as_in_its_log_and_a_finished_one_too(tmp_
 
 def test_without_tensorboard_the_way_to_get_it_is_said_before_anything_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "agscl.cli.main.importlib.util.find_spec", lambda name: None if name == "tensorboard" else object()
+        "agscl.cli.run.importlib.util.find_spec", lambda name: None if name == "tensorboard" else object()
     )
     assert main([*QUICK, "--runs", str(tmp_path), "--tensorboard"]) == 2
     assert "agscl[tensorboard]" in capsys.readouterr().err

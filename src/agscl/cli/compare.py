@@ -1,0 +1,100 @@
+"""`agscl compare`: methods over several seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from agscl.cli.errors import DONE, FAILED, value_errors_as_usage_errors
+from agscl.cli.folders import check_group_folder, choose_folder_name
+from agscl.cli.jobs import print_errors, print_finished_count, run_jobs_with_progress
+from agscl.cli.options import (
+    BatchSize,
+    CheckpointEvery,
+    Device,
+    Epochs,
+    Fast,
+    Jobs,
+    LearningRate,
+    Preset,
+    Runs,
+    SetPairs,
+    TaskOptions,
+    Tasks,
+    check_at_least_one,
+    collect_changes,
+    describe,
+    parse_settings_of_methods,
+)
+
+
+def compare(
+    preset: Preset = "digits",
+    /,
+    *,
+    methods: Annotated[
+        str | None, describe("all|NAME,NAME,...", default="(default: the preset's; for digits all)")
+    ] = None,
+    seeds: Annotated[int | None, describe("N", default="(default: 5; for digits 3)")] = None,
+    jobs: Jobs = None,
+    name: Annotated[str | None, describe("NAME", default="(default: from preset and changes)")] = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: LearningRate = None,
+    set: SetPairs = (),
+    tasks: Tasks = None,
+    task_options: TaskOptions = (),
+    device: Device = "cpu",
+    fast: Fast = False,
+    runs: Runs = Path("runs"),
+    checkpoint_every: CheckpointEvery = 5.0,
+) -> int:
+    """Compare methods over several seeds: mean ± standard deviation.
+
+    The same command continues where it stopped.
+
+    Finished runs are not repeated, so methods and seeds can be added later.
+
+    Args:
+        methods: Names separated by commas, or all; `agscl methods` lists them. Fine-tuning is always included.
+        seeds: How many seeds: 0, 1, 2, …
+        name: Name of the comparison's folder in --runs.
+        set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set ewc.lam=400.
+    """
+    from agscl.cli.console import print_line
+    from agscl.cli.tables import print_comparison
+    from agscl.experiments.compare import add_finished_runs, collect_comparison, plan_comparison, store_comparison
+    from agscl.experiments.methods import METHODS, REFERENCE, listed
+    from agscl.experiments.presets import get_preset
+
+    with value_errors_as_usage_errors():
+        chosen = get_preset(preset)
+        if methods is None:
+            names = list(chosen.compared or chosen.methods)
+        elif methods == "all":
+            names = list(METHODS)
+        else:
+            names = [method for method in methods.split(",") if listed(method)]
+    seeds = chosen.seeds if seeds is None else seeds
+    of_training, of_methods = parse_settings_of_methods(list(dict.fromkeys([*names, REFERENCE])), set)
+    changes = collect_changes(
+        {"epochs": epochs, "batch_size": batch_size, "lr": lr},
+        of_training,
+        device=device,
+        fast=fast,
+        tasks=tasks,
+        task_options=task_options,
+    )
+    folder = runs / (name or choose_folder_name(f"compare-{preset}", device, changes | of_methods))
+    check_group_folder(folder, runs, "comparison")
+    check_at_least_one("--seeds", seeds)
+    with value_errors_as_usage_errors():
+        plan = plan_comparison(preset, names, seeds, folder, settings=of_methods, device=device, **changes)
+    print_finished_count(plan, folder)
+    errors = run_jobs_with_progress(plan, jobs, checkpoint_every)
+    if collected := collect_comparison(plan):
+        print_comparison(collected)
+    print_errors(errors)
+    stored = store_comparison(folder, preset, collect_comparison(add_finished_runs(plan, folder)), errors)
+    print_line(f"\nstored in {stored}")
+    return FAILED if errors else DONE

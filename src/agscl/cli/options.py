@@ -1,0 +1,149 @@
+"""The options that several commands share, and what they say: --set, --task-options, --fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from agscl.cli.errors import UsageError, value_errors_as_usage_errors
+
+
+def describe(metavar: str, text: str | None = None, default: str | None = None) -> Any:
+    """How an option appears in the help: its value, its text (else from the docstring) and its default."""
+    return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=default)
+
+
+PRESETS_DEFAULT = "(default: the preset's)"
+
+BatchSize = Annotated[int | None, describe("N", "Examples per training step.", PRESETS_DEFAULT)]
+CheckpointEvery = Annotated[
+    float, describe("SECONDS", "Seconds between checkpoints within a task; the end of a task always writes one.")
+]
+Device = Annotated[str, describe("DEVICE", "Device to train on, e.g. cpu or cuda.")]
+Epochs = Annotated[int | None, describe("N", "Epochs per task.", PRESETS_DEFAULT)]
+Fast = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="Use the fastest settings of the device, which round differently: on a GPU bf16, channels last and "
+        "compiled; on a CPU channels last."
+    ),
+]
+Jobs = Annotated[
+    int | None, describe("N", "How many runs at the same time; each uses one thread.", "(default: one per core)")
+]
+LearningRate = Annotated[float | None, describe("X", "Learning rate at the start of each task.", PRESETS_DEFAULT)]
+Preset = Annotated[str, describe("PRESET", "The experiment, as for agscl run.")]
+Runs = Annotated[Path, describe("FOLDER", "The folder that holds all runs.")]
+Seeds = Annotated[int, describe("N", "How many seeds: 0, 1, 2, …")]
+SetPairs = Annotated[tuple[str, ...], describe("KEY=VALUE ...", default="")]
+TaskOptions = Annotated[
+    tuple[str, ...],
+    describe(
+        "KEY=VALUE ...", "Options of the task sequence, e.g. --task-options classes_per_task=5 size=32.", default=""
+    ),
+]
+Tasks = Annotated[
+    str | None,
+    describe(
+        "NAME",
+        "Another task sequence than the preset's: one of `agscl data list`, or your own data: folder:PATH, hub:NAME.",
+        PRESETS_DEFAULT,
+    ),
+]
+
+
+def collect_changes(
+    by_option: Mapping[str, Any],
+    by_set: Mapping[str, Any],
+    *,
+    device: str,
+    fast: bool,
+    tasks: str | None,
+    task_options: Sequence[str],
+) -> dict[str, Any]:
+    """What the options change of a preset: keyword arguments for `configure`.
+
+    --set is stronger than --fast. `by_option` has options with their values, None where one was not used.
+    """
+    from agscl.experiments.config import get_fast_settings
+
+    used = {name: value for name, value in by_option.items() if value is not None}
+    if twice := [name for name in used if name in by_set]:
+        option = f"--{twice[0].replace('_', '-')}"
+        raise UsageError(f"{option} and --set {twice[0]}=… set the same thing: use only one of them")
+    changes = {**used, **(get_fast_settings(device) if fast else {}), **by_set}
+    if tasks is not None:
+        changes["tasks"] = tasks
+    if task_options:
+        changes["task_options"] = parse_task_options(task_options)
+    return changes
+
+
+def parse_settings(method: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """What `--set KEY=VALUE ...` says for a method, each value in the type of its setting."""
+    from agscl.experiments.config import list_settings
+    from agscl.experiments.methods import read_setting
+
+    with value_errors_as_usage_errors():
+        types = list_settings(method)
+        settings = {}
+        for pair in pairs:
+            key, equals, text = pair.partition("=")
+            if not equals:
+                raise UsageError(f"--set takes KEY=VALUE, e.g. lam=400, not {pair!r}")
+            if key not in types:
+                raise UsageError(f"{method} has no setting {key!r}. Its settings: {', '.join(types)}")
+            settings[key] = read_setting(types[key], key, text)
+    return settings
+
+
+def parse_settings_of_methods(
+    methods: Sequence[str], pairs: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What `--set` says for several methods: settings of training (KEY=VALUE), and of methods (METHOD.KEY=VALUE)."""
+    from agscl.experiments.config import list_settings
+    from agscl.experiments.methods import METHODS, REFERENCE
+
+    of_methods: dict[str, dict[str, Any]] = {}
+    of_training = []
+    for pair in pairs:
+        key = pair.partition("=")[0]
+        method, dot, _ = key.partition(".")
+        if dot:
+            if method not in methods:
+                raise UsageError(f"--set {pair}: {method!r} is not one of the methods here: {', '.join(methods)}")
+            of_methods[method] = of_methods.get(method, {}) | parse_settings(method, [pair.removeprefix(f"{method}.")])
+        else:
+            owners = [name for name in methods if key in METHODS[name].settings]
+            if owners and key not in list_settings(REFERENCE):
+                raise UsageError(f"--set {pair}: name the method, e.g. --set {owners[0]}.{pair}")
+            of_training.append(pair)
+    return parse_settings(REFERENCE, of_training), of_methods
+
+
+def parse_task_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """What `--task-options KEY=VALUE ...` says; numbers, true, false and null become values, all else is text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--task-options takes KEY=VALUE, e.g. size=32, not {pair!r}")
+        try:
+            options[key] = json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        except json.JSONDecodeError:
+            options[key] = text
+    return options
+
+
+def check_at_least_one(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UsageError(f"{option} must be at least 1, not {value}")
+
+
+def check_checkpoint_every(seconds: float) -> None:
+    if not seconds > 0:
+        raise UsageError(f"--checkpoint-every must be above 0 seconds, not {seconds:g}")

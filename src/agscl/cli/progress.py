@@ -1,0 +1,147 @@
+"""Progress on the terminal: bars where there is one, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import rich.progress
+from rich.text import Text
+
+from agscl.cli.console import console, print_line
+from agscl.cli.tables import format_percent
+from agscl.experiments.methods import METHODS
+
+if TYPE_CHECKING:
+    from agscl.experiments.config import RunConfig
+    from agscl.experiments.jobs import Job
+
+
+class _Bars:
+    """Progress bars on a terminal; nothing elsewhere."""
+
+    def __init__(self, *columns: str | rich.progress.ProgressColumn) -> None:
+        self._bars = rich.progress.Progress(
+            *columns,
+            console=console,
+            disable=not console.is_terminal,
+            speed_estimate_period=24 * 3600.0,  # an epoch may take long, and an estimate needs two
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+class _TrainingBars(_Bars):
+    """Bars with a title, a percentage, the remaining time and a note."""
+
+    def __init__(self, title_width: int) -> None:
+        super().__init__(
+            f"[bold]{{task.description:<{title_width}}}",
+            rich.progress.BarColumn(bar_width=24),
+            "{task.percentage:>3.0f} %",
+            rich.progress.TimeRemainingColumn(),
+            "{task.fields[note]}",
+        )
+
+
+class RunProgress(_TrainingBars):
+    """Of `agscl run`: one bar per method, or one line per task."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(title_width=12)
+        self._epochs = config.training.epochs
+        self._ids: dict[str, rich.progress.TaskID] = {}  # of the bars, by method
+
+    def show_event(self, event: dict[str, Any]) -> None:
+        method = event["method"]
+        if event["event"] == "step":  # within an epoch; not in the event log
+            if method in self._ids:
+                self._bars.update(self._ids[method], completed=event["progress"])
+            return
+        task = event["task"] + 1
+        if event["event"] == "task ended":
+            accuracies = event["accuracies"]
+            accuracy, average = format_percent(accuracies[-1]), format_percent(sum(accuracies) / len(accuracies))
+            note = f"task {task}: {accuracy}, average {average}"
+            if not console.is_terminal:
+                title = METHODS[method].title
+                print_line(f"{title:<12} task {task}: accuracy {accuracy}, average of all tasks so far {average}")
+        elif event["event"] == "epoch":
+            note = f"task {task}, epoch {event['epoch'] + 1}/{self._epochs}, loss {event['loss']:.3f}"
+        else:
+            note = f"task {task}, {event['name']}"
+        if console.is_terminal:
+            if method not in self._ids:
+                self._ids[method] = self._bars.add_task(METHODS[method].title, total=1.0, note="")
+            self._bars.update(self._ids[method], completed=event["progress"], note=note)
+
+
+class JobsProgress(_TrainingBars):
+    """Of many runs: a bar for all, a bar for each running one, and a line for each that ended."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        super().__init__(title_width=21)
+        self._jobs = jobs
+        self._ended = sum(job.is_finished for job in jobs)
+        note = self._describe_count()
+        self._all = self._bars.add_task("all", total=len(jobs), completed=self._ended, note=note)
+        self._ids: dict[Path, rich.progress.TaskID] = {}  # of the bars of running jobs, by folder
+
+    def _describe_count(self) -> str:
+        return f"{self._ended} of {len(self._jobs)} runs"
+
+    def show_end(self, job: Job, line: str) -> None:
+        self._ended += 1
+        console.print(Text(f"{job!s:<21} {line}"), soft_wrap=True)
+
+    def show_running(self, running: Sequence[Job]) -> None:
+        if not console.is_terminal:
+            return
+        progress = {job.folder: job.progress for job in running}
+        started = {folder: share for folder, share in progress.items() if share}
+        for folder in [folder for folder in self._ids if folder not in started]:
+            self._bars.remove_task(self._ids.pop(folder))
+        for job in running:
+            if job.folder in started and job.folder not in self._ids:
+                self._ids[job.folder] = self._bars.add_task(str(job), total=1.0, note="")
+        for folder, share in started.items():
+            self._bars.update(self._ids[folder], completed=share)
+        self._bars.update(self._all, completed=self._ended + sum(started.values()), note=self._describe_count())
+
+
+class DownloadProgress(_Bars):
+    """Of one file: a bar, or a line when it is complete."""
+
+    def __init__(self, name: str, total: int) -> None:
+        super().__init__(
+            "[bold]{task.description}",
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.DownloadColumn(),
+            rich.progress.TransferSpeedColumn(),
+            rich.progress.TimeRemainingColumn(),
+        )
+        self._name, self._received = name, 0
+        self._id = self._bars.add_task(name, total=total or None)
+
+    def advance(self, by: int) -> None:
+        self._received += by
+        self._bars.update(self._id, completed=self._received)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        if kind is None and not console.is_terminal:
+            print_line(f"{self._name}  {self._received / 1e6:.1f} MB")

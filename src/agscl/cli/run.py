@@ -1,0 +1,188 @@
+"""`agscl run`: train one method, after fine-tuning as the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from agscl.cli.errors import DONE, STOPPED, UsageError, value_errors_as_usage_errors
+from agscl.cli.folders import (
+    check_run_folder,
+    choose_folder_name,
+    find_newest_unfinished_run,
+    find_run,
+    remove_if_refused,
+)
+from agscl.cli.options import (
+    BatchSize,
+    CheckpointEvery,
+    Device,
+    Epochs,
+    Fast,
+    LearningRate,
+    Runs,
+    SetPairs,
+    TaskOptions,
+    Tasks,
+    check_at_least_one,
+    check_checkpoint_every,
+    collect_changes,
+    describe,
+    parse_settings,
+)
+from agscl.cli.signals import catch_stop_signals
+
+if TYPE_CHECKING:
+    from agscl.experiments.config import RunConfig
+
+NEWEST = "newest"
+"""What `--resume` without a name means."""
+
+
+def run(
+    preset: Annotated[str, describe("PRESET")] = "digits",
+    /,
+    *,
+    method: Annotated[str, describe("METHOD")] = "agscl",
+    seed: Annotated[int, describe("N")] = 0,
+    name: Annotated[str | None, describe("NAME", default="(default: from preset, method, seed and changes)")] = None,
+    resume: Annotated[str | None, describe("[NAME]", default="")] = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    lr: LearningRate = None,
+    set: SetPairs = (),
+    tasks: Tasks = None,
+    task_options: TaskOptions = (),
+    device: Device = "cpu",
+    fast: Fast = False,
+    threads: Annotated[int | None, describe("N", default="(default: the preset's; with a GPU 1)")] = None,
+    tensorboard: bool = False,
+    runs: Runs = Path("runs"),
+    checkpoint_every: CheckpointEvery = 5.0,
+) -> int:
+    """Train fine-tuning and a method on a task sequence, and compare them.
+
+    The same command continues an interrupted run.
+
+    Args:
+        preset: The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or
+            tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data get` downloads what they need.
+        method: The method to compare with fine-tuning; `agscl methods` lists them. finetune trains fine-tuning alone.
+        seed: Seed of the tasks, the initial weights and the order of batches.
+        name: Name of the run's folder in --runs.
+        resume: Continue the run of this name with its stored settings; without NAME, the newest unfinished run.
+        set: Settings of the method or of training, given after PRESET, e.g. --set mu=20 lam=inf patience=5.
+        threads: CPU threads. A resumed run keeps the number it was started with.
+        tensorboard: Also write losses and accuracies for TensorBoard to the run's folder, for a finished run too.
+    """
+    from agscl.cli.console import print_line
+    from agscl.cli.progress import RunProgress
+    from agscl.cli.tables import print_run_summary
+    from agscl.experiments.config import choose_threads, configure
+    from agscl.experiments.run import Interrupted, execute_run
+    from agscl.runs import Run, is_finished, read_result
+    from agscl.runs.tensorboard import TensorBoardLog
+
+    check_checkpoint_every(checkpoint_every)
+    check_at_least_one("--threads", threads)
+    if tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise UsageError("TensorBoard is not installed: pip install 'agscl[tensorboard]'")
+    changes = collect_changes(
+        {"epochs": epochs, "batch_size": batch_size, "lr": lr},
+        parse_settings(method, set),
+        device=device,
+        fast=fast,
+        tasks=tasks,
+        task_options=task_options,
+    )
+    if resume is None:
+        with value_errors_as_usage_errors():
+            config = configure(preset, method=method, seed=seed, device=device, **changes)
+        folder = runs / (name or choose_folder_name(f"{preset}-{method}-seed{seed}", device, changes))
+        check_run_folder(folder, runs)
+    else:
+        folder = find_newest_unfinished_run(runs) if resume == NEWEST else find_run(runs, resume)
+        config = _load_config(folder)
+        repeated = {
+            "preset": (preset, "digits"),
+            "method": (method, "agscl"),
+            "seed": (seed, 0),
+            "device": (device, "cpu"),
+        }
+        unused = [key for key, (value, default) in repeated.items() if value not in (default, getattr(config, key))]
+        unused += [*changes, *(["name"] if name else [])]
+        if unused:
+            raise UsageError(f"--resume takes all settings from {folder}/config.json: leave out {', '.join(unused)}")
+
+    if is_finished(folder):
+        Run(folder).check_config(config.as_dict())
+        result = read_result(folder)
+        if tensorboard:
+            TensorBoardLog(folder, config.training.epochs).close()
+        print_line(f"{folder} is finished already; nothing to do. Its result:")
+        print_run_summary(result, folder)
+        return DONE
+
+    logs: list[TensorBoardLog] = []
+
+    def show_event(event: dict[str, Any]) -> None:
+        progress.show_event(event)
+        if logs:
+            logs[0].write_event(event)
+        elif tensorboard:
+            logs.append(TensorBoardLog(folder, config.training.epochs))  # reads the event log, this event included
+
+    with (
+        remove_if_refused(folder),
+        Run(folder) as current,
+        catch_stop_signals() as should_stop,
+        RunProgress(config) as progress,
+    ):
+        if current.checkpoints.list_numbers():
+            print_line(f"Continuing {folder}.")
+        try:
+            result = execute_run(
+                config,
+                current,
+                checkpoint_every=checkpoint_every,
+                threads=threads or choose_threads(config),
+                should_stop=should_stop,
+                on_event=show_event,
+                on_message=print_line,
+            )
+        except Interrupted:
+            progress.close()
+            print_line(f"Stopped; a checkpoint is stored. Continue with: {_make_resume_command(folder, runs)}")
+            return STOPPED
+        finally:
+            for log in logs:
+                log.close()
+    print_run_summary(result, folder)
+    return DONE
+
+
+def fill_in_bare_resume(arguments: list[str]) -> list[str]:
+    """The command's arguments, with a name after a `--resume` that has none."""
+    for index, argument in enumerate(arguments):
+        is_bare = index + 1 == len(arguments) or arguments[index + 1].startswith("-")
+        if argument == "--resume" and is_bare:
+            return [*arguments[: index + 1], NEWEST, *arguments[index + 1 :]]
+    return arguments
+
+
+def _load_config(folder: Path) -> RunConfig:
+    from agscl.experiments.config import RunConfig, check_device
+    from agscl.runs import Run
+
+    config = RunConfig.from_dict(Run(folder).read_config() or {})
+    with value_errors_as_usage_errors():
+        check_device(config.device)
+    return config
+
+
+def _make_resume_command(folder: Path, runs: Path) -> str:
+    name = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
+    words = ["agscl", "run", "--resume", str(name)]
+    return shlex.join(words if runs == Path("runs") else [*words, "--runs", str(runs)])

@@ -1,0 +1,90 @@
+"""`agscl study`: what each part of AGS-CL contributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from agscl.cli.errors import DONE, FAILED, STOPPED, value_errors_as_usage_errors
+from agscl.cli.folders import check_group_folder, choose_folder_name
+from agscl.cli.jobs import print_errors, print_finished_count, run_jobs_with_progress
+from agscl.cli.options import (
+    CheckpointEvery,
+    Device,
+    Epochs,
+    Fast,
+    Jobs,
+    Preset,
+    Runs,
+    Seeds,
+    SetPairs,
+    TaskOptions,
+    Tasks,
+    check_at_least_one,
+    collect_changes,
+    describe,
+    parse_settings_of_methods,
+)
+
+
+def study(
+    study: Annotated[str, describe("STUDY")],
+    preset: Preset = "digits",
+    /,
+    *,
+    seeds: Seeds = 1,
+    jobs: Jobs = None,
+    name: Annotated[str | None, describe("NAME", default="(default: from preset and changes)")] = None,
+    epochs: Epochs = None,
+    set: SetPairs = (),
+    tasks: Tasks = None,
+    task_options: TaskOptions = (),
+    device: Device = "cpu",
+    fast: Fast = False,
+    runs: Runs = Path("runs"),
+    checkpoint_every: CheckpointEvery = 5.0,
+) -> int:
+    """Study what each part of AGS-CL contributes, as in the paper.
+
+    The same command continues where it stopped. Studies share their runs.
+
+    Args:
+        study: reinit: without the re-initialisations; tradeoff: plasticity and stability over λ, also for MAS and EWC;
+            rho: ρ from 0.1 to 0.5; prox: without proximal steps; aopc: do importances show which nodes matter?
+        name: Name of the folder in --runs that holds the runs of the studies.
+        set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set agscl.lam=1000.
+    """
+    from agscl.cli.console import print_line
+    from agscl.cli.tables import print_aopc, print_study
+    from agscl.experiments.aopc import measure_perturbations
+    from agscl.experiments.studies import add_finished_runs, collect_study, list_methods, plan_study, store_study
+
+    with value_errors_as_usage_errors():
+        methods = list_methods(study)
+    of_training, of_methods = parse_settings_of_methods(methods, set)
+    changes = collect_changes(
+        {"epochs": epochs}, of_training, device=device, fast=fast, tasks=tasks, task_options=task_options
+    )
+    folder = runs / (name or choose_folder_name(f"study-{preset}", device, changes | of_methods))
+    check_group_folder(folder, runs, "study")
+    check_at_least_one("--seeds", seeds)
+    with value_errors_as_usage_errors():
+        lines = plan_study(preset, study, seeds, folder, settings=of_methods, device=device, **changes)
+    plan = [job for line in lines for job in line.jobs]
+    print_finished_count(plan, folder)
+    errors = run_jobs_with_progress(plan, jobs, checkpoint_every)
+    finished = [job for job in plan if job.is_finished]
+    if study == "aopc":
+        try:
+            measured = measure_perturbations(folder, preset, finished, print_line)
+        except KeyboardInterrupt:
+            print_line("Stopped; what was measured is stored. The same command continues.")
+            return STOPPED
+        print_aopc({str(job.config.seed): measured[str(job.config.seed)] for job in finished})
+        content: dict[str, Any] = {"seeds": measured}
+    else:
+        print_study(collect_study(lines))
+        content = {"lines": collect_study(add_finished_runs(lines, folder))}
+    print_errors(errors)
+    print_line(f"\nstored in {store_study(folder, preset, study, content, errors)}")
+    return FAILED if errors else DONE
