@@ -33,6 +33,7 @@ from agscl.experiments.build import build_trainer
 from agscl.experiments.compare import summarize_values
 from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.fast.engine import GraphEngine
 from agscl.runs import Run
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 
@@ -128,20 +129,19 @@ def _stepping(asked: Connection, way: dict[str, Any]) -> None:
     while trainer.task_index < 1 or trainer.step < 2:
         trainer.advance()
     whole = trainer.examples // config.training.batch_size  # batches but for the last
-    assert trainer._optimizer is not None
     asked.send(True)
     while asked.recv():
         trainer.step %= whole
         start = time.process_time()
-        trainer._train_step(trainer._optimizer)
+        trainer.advance()
         asked.send(time.process_time() - start)
 
 
 PARTS = (
-    ("gradients of weights", ("wgrad", "_weights", "_total")),
+    ("gradients of weights", ("wgrad", "weight_grad", "conv_relu_input_backward", "_sum_partials")),
     ("gradients of inputs", ("dgrad",)),
-    ("forward convolutions", ("fprop", "convolve", "_pictures")),
-    ("between layers", ("triton_", "_activate")),
+    ("forward convolutions", ("fprop", "convolve", "conv_relu_input_forward")),
+    ("between layers", ("triton_", "_link_")),
     ("optimizer", ("FusedOptimizer",)),
 )
 """Kernels of a step by words in their names; all others are small ones."""
@@ -155,9 +155,11 @@ def kernels(way: dict[str, Any], device: str, sequence: tasks.TaskSequence) -> d
     trainer = build_trainer(config, "agscl", sequence[:2])
     while trainer.task_index < 1 or trainer.epoch < 4:
         trainer.advance()
-    assert trainer._captured is not None
-    step = trainer._captured.graphs[config.training.batch_size]
-    trainer._captured.at.zero_()
+    engine = trainer.engine
+    assert isinstance(engine, GraphEngine)
+    assert engine.state is not None
+    step = engine.runner.graphs[config.training.batch_size]
+    engine.state.position.zero_()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(STEPS):

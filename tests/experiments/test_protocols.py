@@ -74,7 +74,7 @@ def test_joints_loss_is_the_mean_over_all_examples_each_with_its_own_head():
         F.cross_entropy(joint.model(x[place : place + 1], names[row]), y[place : place + 1])
         for place, row in enumerate(rows.tolist())
     ]
-    torch.testing.assert_close(joint._loss(rows), torch.stack(losses).mean())
+    torch.testing.assert_close(joint.training_loss(rows), torch.stack(losses).mean())
 
 
 def test_joint_reads_pictures_as_every_other_method_does_with_crops_drawn_anew():
@@ -91,11 +91,11 @@ def test_joint_reads_pictures_as_every_other_method_does_with_crops_drawn_anew()
     while joint.task_index < 1 or joint.step < 1:
         joint.advance()
     rows = torch.arange(0, 40, 3)
-    losses = {joint._loss(rows).item() for _ in range(4)}
+    losses = {joint.training_loss(rows).item() for _ in range(4)}
     assert len(losses) == 4
-    assert joint._loss(rows[:3]).isfinite(), "a batch without a picture of the second task"
+    assert joint.training_loss(rows[:3]).isfinite(), "a batch without a picture of the second task"
     torch.manual_seed(0)
-    loss = joint._loss(rows)
+    loss = joint.training_loss(rows)
     torch.manual_seed(0)
     parts = [(0, rows[rows < 20]), (1, rows[rows >= 20] - 20)]
     batches = [(place, *joint.task_at(place).make_batch(within)) for place, within in parts]
@@ -139,22 +139,22 @@ def test_the_validation_loss_is_the_loss_that_training_lowers_penalty_included(n
         extra = (running.method.loss(task.valid_x, output) + running.method.penalty()).item()
     running.model.train()
     assert extra > 0
-    assert running._validation_loss().item() == pytest.approx(plain + extra)
+    assert running.validation_loss().item() == pytest.approx(plain + extra)
 
 
 def test_agscls_validation_loss_is_the_tasks_loss_alone():
     running = trainer("agscl", VALIDATED, patience=5)
     while running.task_index < 1 or running.epoch < 1:
         running.advance()
-    with running._evaluating():
+    with running._eval_mode():
         output = running.model(VALIDATED[1].valid_x, VALIDATED[1].name)
-    assert running._validation_loss().item() == pytest.approx(F.cross_entropy(output, VALIDATED[1].valid_y).item())
+    assert running.validation_loss().item() == pytest.approx(F.cross_entropy(output, VALIDATED[1].valid_y).item())
 
 
 def test_what_a_method_trains_beside_the_model_returns_to_the_best_epoch_too():
     running = trainer("hat", VALIDATED, epochs=3, restore_best=True)
     losses = iter([1.0, 2.0, 3.0])
-    running._validation_loss = lambda: torch.tensor(next(losses))
+    running.validation_loss = lambda: torch.tensor(next(losses))
     while running.epoch < 1:
         running.advance()
     task = DIGITS[0].name

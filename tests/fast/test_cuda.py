@@ -1,9 +1,9 @@
-"""The same promises on a GPU; everything here has a twin that runs on the CPU."""
+"""The same promises on a GPU; everything here has a counterpart that runs on the CPU."""
 
 from __future__ import annotations
 
 import math
-from unittest.mock import patch
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
-from agscl.fast.captured import Captured
+from agscl.fast.engine import GraphEngine, Pieces, make_engine
 from agscl.methods._parts.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
 from agscl.runs.checkpoints import flatten_state, unflatten_state
@@ -19,6 +19,7 @@ from agscl.system.tf32 import tf32_allowed
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 from loops import bits, blobs, mlp
+from small_networks import LayerByLayer
 from zoo import SUPPORTED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -208,7 +209,7 @@ def test_what_a_captured_step_cannot_do_is_a_clear_error(every, steps):
         step(model, optimizer, "t0", x, y)
 
 
-def trained(method, capture=True, dropout=0.2, **options):
+def trained(method, capture=True, dropout=0.2, engine=None, **options):
     """Three tasks of the trainer's own tests, on the GPU."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 64), nn.ReLU())
@@ -218,10 +219,10 @@ def trained(method, capture=True, dropout=0.2, **options):
         x, y = (torch.cat(part) for part in zip(*blobs(number), strict=True))
         tasks.append(Task(f"t{number}", 3, x, y, x[::3], y[::3], x, y))
     config = TrainingConfig(epochs=12, batch_size=48, lr=1e-2, patience=2, **options)
-    trainer = Trainer(model, method(model), tuple(tasks), config, seed=0, device="cuda")
-    with patch.object(Captured, "capture", capture):
-        while trainer.advance():
-            pass
+    engine = partial(engine or make_engine, captured=True, pieces=Pieces(cuda_graphs=capture))
+    trainer = Trainer(model, method(model), tuple(tasks), config, seed=0, device="cuda", engine=engine)
+    while trainer.advance():
+        pass
     return trainer
 
 
@@ -251,18 +252,23 @@ def test_replayed_graphs_train_as_the_same_steps_do_one_by_one(name):
         assert one == pytest.approx(other, abs=0.05)
 
 
+class SlowDevice(GraphEngine):
+    """The GPU is behind the host: before each epoch it does nothing for a while."""
+
+    def __init__(self, trainer, captured, pieces):
+        super().__init__(trainer, None, pieces)
+
+    def advance(self):
+        with self.runner.on_stream():
+            torch.cuda._sleep(50_000_000)  # cycles, about 30 ms: an epoch of these takes the host far less
+        super().advance()
+
+
+@pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("name", ["AGSCL", "FineTune"])
-def test_replayed_graphs_give_the_same_bits_however_far_the_host_is_ahead_of_the_gpu(name):
-    once = Captured.run_epoch
-
-    def after_a_pause(captured):
-        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms: an epoch of these takes the host far less
-        once(captured)
-
-    with patch.object(Captured, "run_epoch", after_a_pause):
-        behind = trained(KINDS[name])
-    plain = trained(KINDS[name], capture=False)
-    assert behind.losses == plain.losses
+def test_steps_give_the_same_bits_however_far_the_host_is_ahead_of_the_gpu(name, capture):
+    behind, usual = trained(KINDS[name], capture, engine=SlowDevice), trained(KINDS[name], capture=False)
+    assert behind.losses == usual.losses
 
 
 def test_with_the_same_arithmetic_replayed_graphs_give_the_same_bits():
@@ -283,7 +289,7 @@ def test_the_graphs_of_one_task_leave_no_memory_behind_for_the_next():
     config = TrainingConfig(epochs=4, batch_size=3000)
     trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
     while trainer.advance():
-        if trainer._optimizer is None:
+        if trainer.optimizer is None:
             reserved.append(torch.cuda.memory_reserved())
     assert len(reserved) == 6
     assert reserved[-1] < reserved[1] + 2**25, reserved
@@ -321,7 +327,7 @@ def test_with_channels_last_a_run_stopped_within_a_task_goes_on_where_it_stood(o
     while not (stopped.task_index == 1 and stopped.epoch == 3):
         stopped.advance()
     continued.load_state_dict(unflatten_state(*flatten_state(stopped.state_dict())))
-    for parameter, moments in continued._optimizer.state.items():
+    for parameter, moments in continued.optimizer.state.items():
         for moment in moments.values():
             assert (
                 not isinstance(moment, torch.Tensor)
@@ -334,7 +340,7 @@ def test_with_channels_last_a_run_stopped_within_a_task_goes_on_where_it_stood(o
         assert one == pytest.approx(other, rel=1e-2, abs=1e-2)
 
 
-class Watched(nn.Module):
+class DropoutRecorder(nn.Module):
     """Drops nodes, and keeps what was left of a batch of ones."""
 
     def __init__(self):
@@ -351,7 +357,7 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_replayed_step_drops_other_nodes_and_as_many_as_it_should(compiled):
-    model = MultiHead(Watched(), features=64).cuda()
+    model = MultiHead(DropoutRecorder(), features=64).cuda()
     x, y = torch.randn(48, 16), torch.randint(3, (48,))
     options = {"engine": "captured", "patience": None, "restore_best": False, "compile": compiled}
     config = TrainingConfig(epochs=24, batch_size=48, **options)
@@ -376,36 +382,23 @@ def test_every_replayed_step_of_a_chain_drops_other_nodes():
     config = TrainingConfig(epochs=24, batch_size=48, lr=1e-12, patience=None, restore_best=False, **fast)
     tasks = (Task("t0", 3, x, y, None, None, x, y),)
     trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
-    assert trainer._compiled.ours
+    assert trainer.engine.trunk.fused
     while trainer.advance():
         pass
     assert len(set(trainer.losses[0])) == config.epochs
 
 
-class OneByOne(nn.Module):
-    """Calls its layers in its own way, so that torch compiles it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_a_network_that_turns_out_to_be_torchs_to_compile_is_captured_all_the_same():
-    model = MultiHead(OneByOne(), features=64).cuda()
+    model = MultiHead(LayerByLayer(16, 64), features=64).cuda()
     x, y = torch.randn(96, 16), torch.randint(3, (96,))
     fast = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
     config = TrainingConfig(epochs=30, batch_size=32, lr=1e-2, patience=None, restore_best=False, **fast)
     tasks = (Task("t0", 3, x, y, None, None, x, y),)
     trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
-    assert trainer._compiled.ours
+    assert trainer.engine.trunk.fused
     while trainer.advance():
         pass
-    assert not trainer._compiled.ours
+    assert not trainer.engine.trunk.fused
     assert trainer.losses[0][-1] < trainer.losses[0][0]
 
 
@@ -425,9 +418,10 @@ def test_the_fast_ways_gradients_point_where_those_of_float32_do(size):
         tasks = (Task("t0", 10, x, y, x, y, x, y, *some),)
         config = TrainingConfig(engine="plain", **options)
         trainer = Trainer(model, FineTune(model), tasks, config, seed=0, device="cuda")
-        trainer._begin_task()
-        trainer._met = True
-        trainer._loss(torch.arange(size, device="cuda")).backward()
+        trainer.advance()
+        rows = torch.arange(size, device="cuda")
+        trainer.training_loss(rows)  # the first pass is not compiled
+        trainer.training_loss(rows).backward()
         return {name: p.grad.flatten().double() for name, p in model.named_parameters()}
 
     exact = gradients()

@@ -25,7 +25,7 @@ from agscl.runs import Run, RunError, read_result
 from agscl.runs.folder import read_json
 from agscl.system.tf32 import tf32_for
 from agscl.training import Trainer
-from agscl.training.trainer import mixed_seed
+from agscl.training.seeds import derive_seed
 
 ORDERS = ("highest", "lowest", "highest of each layer", "lowest of each layer", "random")
 """The orders in which nodes are pruned: by importance, over all layers or the same share of each, and at random."""
@@ -91,7 +91,7 @@ def _measure_run(job: Job, on_message: Callable[[str], None]) -> dict[str, Any]:
 def _measure_curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
     method = trainer.method
     assert isinstance(method, AGSCL)
-    generator = torch.Generator().manual_seed(mixed_seed(config.seed, trainer.task_index))
+    generator = torch.Generator().manual_seed(derive_seed(config.seed, trainer.task_index))
     ascending, by_layer = method.omega.cpu().argsort(stable=True), order_layer_by_layer(method.graph, method.omega)
 
     def measure_curve(order: torch.Tensor) -> PerturbationCurve:

@@ -19,7 +19,7 @@ from agscl.networks import NETWORKS
 from agscl.runs import WrongOptions
 from agscl.tasks import TaskSequence
 from agscl.training import Trainer
-from agscl.training.trainer import mixed_seed
+from agscl.training.seeds import derive_seed
 
 HOLD_OUT = 0.1
 """Share of the training examples used for validation, where a run or a search needs some and the tasks have none."""
@@ -57,7 +57,7 @@ def build_model(
     config: RunConfig, method_name: str, example_input: Tensor | None = None, device: str | None = None
 ) -> tuple[MultiHead, Method]:
     """A new model with the method of this name; a bound is fine-tuning with other data or another model."""
-    torch.manual_seed(mixed_seed(config.seed))
+    torch.manual_seed(derive_seed(config.seed))
     device = device or config.device
     make_trunk = partial(NETWORKS[config.network], **config.network_options)
     if method_name == "separate":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,56 +16,60 @@ __all__ = ["Joint", "Separate", "all_heads"]
 
 
 class Joint(Trainer):
-    """One network learns all tasks so far together, from the data of all of them, kept for ever.
+    """Trains one network on the data of all tasks so far together, keeping all data.
 
-    Each task goes on with the network of the one before. An epoch goes once through all that data, so the last of n
+    Each task continues with the network of the one before. An epoch goes once through all data so far, so the last of n
     tasks takes about n times the steps of the first.
     """
 
     capturable = False  # how many examples each head gets differs from step to step
 
-    @cached_property
-    def _pool(self) -> tuple[Tensor, Tensor]:
-        """Of every example of all tasks so far: the place of its task, and its row there."""
-        labels = [self.task_at(place).train_y for place in range(self.task_index + 1)]
-        of = torch.cat([torch.full_like(each, place) for place, each in enumerate(labels)])
-        return of, torch.cat([torch.arange(len(each), device=each.device) for each in labels])
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pools: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def examples(self) -> int:
         return sum(len(task.train_y) for task in self.tasks[: self.task_index + 1])
 
-    def _loss(self, rows: Tensor) -> Tensor:
-        of, within = (part[rows] for part in self._pool)
-        mine = {place: of == place for place in of.unique().tolist()}
-        batches = {place: self.task_at(place).make_batch(within[here]) for place, here in mine.items()}
-        some = next(iter(batches.values()))[0]
-        x = some.new_empty(len(rows), *some.shape[1:])
-        for place, (inputs, _) in batches.items():
-            x[mine[place]] = inputs
-        with self._computing():
-            features = self.model.trunk(self._laid_out(x)).flatten(1).float()
+    def training_loss(self, rows: Tensor) -> Tensor:
+        """The mean loss of these rows of the pooled data, each read by the head of its task."""
+        task_indices, task_rows = (column[rows] for column in self._pool())
+        masks = {index: task_indices == index for index in task_indices.unique().tolist()}
+        batches = {index: self.task_at(index).make_batch(task_rows[mask]) for index, mask in masks.items()}
+        first = next(iter(batches.values()))[0]
+        x = first.new_empty(len(rows), *first.shape[1:])
+        for index, (inputs, _) in batches.items():
+            x[masks[index]] = inputs
+        with self.autocast():
+            features = self.model.trunk(self.to_memory_format(x)).flatten(1).float()
         total = torch.zeros((), device=self.device)
-        for place, (_, y) in batches.items():
-            output = self.model.heads[self.tasks[place].name](features[mine[place]])
+        for index, (_, y) in batches.items():
+            output = self.model.heads[self.tasks[index].name](features[masks[index]])
             total = total + F.cross_entropy(output, y, reduction="sum")
         return total / len(rows)
 
-    def _validation_loss(self) -> Tensor:
-        tasks = [self.task_at(place) for place in range(self.task_index + 1)]
+    def validation_loss(self) -> Tensor:
+        """The mean loss over the validation splits of all tasks so far."""
+        tasks = [self.task_at(index) for index in range(self.task_index + 1)]
         sizes = [0 if task.valid_y is None else len(task.valid_y) for task in tasks]
-        losses = torch.stack([self._loss_on_valid(task) for task in tasks])
+        losses = torch.stack([self.validation_loss_of(task) for task in tasks])
         return (losses * torch.tensor(sizes, device=self.device)).sum() / sum(sizes)
 
-    def _end_task(self) -> None:
-        super()._end_task()
-        self.__dict__.pop("_pool", None)
+    def _pool(self) -> tuple[Tensor, Tensor]:
+        """For every example of all tasks so far: the index of its task, and its row there."""
+        if self.task_index not in self._pools:
+            labels = [self.task_at(index).train_y for index in range(self.task_index + 1)]
+            task_indices = torch.cat([torch.full_like(y, index) for index, y in enumerate(labels)])
+            task_rows = torch.cat([torch.arange(len(y), device=y.device) for y in labels])
+            self._pools = {self.task_index: (task_indices, task_rows)}
+        return self._pools[self.task_index]
 
 
 class Separate(MultiHead):
-    """A network of its own for each task, starting anew: nothing is forgotten, and nothing is shared.
+    """A new network for each task: nothing is forgotten, and nothing is shared.
 
-    Each network is a head of a model without a trunk, so that no other task moves it.
+    Each network is a head of a model without a trunk, so that no other task changes it.
     """
 
     def __init__(self, make_trunk: Callable[[], Any]) -> None:
@@ -79,6 +82,6 @@ class Separate(MultiHead):
 
 
 def all_heads(model: nn.Module, task: str) -> nn.Module:
-    """Where the head of any task is for `Joint`: each task trains every head."""
+    """The container of all heads, given to methods as `heads=` by `Joint`: each task trains every head."""
     heads: nn.Module = model.get_submodule("heads")
     return heads

@@ -15,7 +15,7 @@ from agscl.experiments.config import RunConfig, check_device
 from agscl.experiments.environment import use_threads
 from agscl.runs import Run, RunError, is_finished
 from agscl.system.tf32 import tf32_for
-from agscl.training.trainer import placed
+from agscl.training.trainer import place_model
 
 
 def list_certificates(folder: Path) -> list[Path]:
@@ -119,6 +119,6 @@ def _compute_probe_outputs(
         model, method = build_model(config, config.method, batch[:2], device)
         for task, output in probe.outputs.items():
             model.add_head(task, output["shape"][1])
-        placed(model, device, config.training).load_state_dict(trainer_state["model"])
+        place_model(model, device, config.training).load_state_dict(trainer_state["model"])
         method.load_state_dict(trainer_state["method"])
         return batch, method.outputs(batch)

@@ -1,1 +1,1 @@
-"""Faster ways to train, all optional: CUDA graphs, compiled trunks, kernels."""
+"""Faster engines, all optional: CUDA graphs, compiled trunks, Triton kernels. `agscl.training.engine` imports them."""

@@ -5,28 +5,28 @@ import torch
 from torch import nn
 
 from agscl import FineTune, MultiHead
-from agscl.fast import adam
-from agscl.system import bitwise as bits
+from agscl.fast import fused_adam
+from agscl.system import bitwise
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 
-THEIRS = {adam.Adam: torch.optim.Adam, adam.AdamW: torch.optim.AdamW}
+TORCHS = {fused_adam.Adam: torch.optim.Adam, fused_adam.AdamW: torch.optim.AdamW}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize("kind", TORCHS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_step_in_pieces_has_the_bits_of_torchs_own(monkeypatch, device, kind, layout, decay):
-    monkeypatch.setattr(bits, "MIN_PIECE", 64)
+    monkeypatch.setattr(bitwise, "MIN_PIECE", 64)
     torch.manual_seed(0)
     mine = nn.Sequential(nn.Conv2d(4, 10, 3), nn.Conv2d(3, 10, 3), nn.Linear(90, 32), nn.Linear(33, 2)).to(device)
     mine.to(memory_format=layout)
     theirs = copy.deepcopy(mine)
     options = {"lr": 1e-2, "weight_decay": decay, "fused": True}
-    optimizers = kind(mine.parameters(), **options), THEIRS[kind](theirs.parameters(), **options)
-    kept = torch._fused_adam_ if kind is adam.Adam else torch._fused_adamw_
+    optimizers = kind(mine.parameters(), **options), TORCHS[kind](theirs.parameters(), **options)
+    kept = torch._fused_adam_ if kind is fused_adam.Adam else torch._fused_adamw_
     widest = []
 
     def watched(parameters, *rest, **more):
@@ -64,18 +64,18 @@ def test_the_hooks_of_a_trainers_optimizer_are_called_once_a_step_whatever_was_m
     trainer = Trainer(model, FineTune(model), (Task("t", 2, x, y, None, None, x, y),), config, seed=0, device=device)
     trainer.advance()
     called = []
-    trainer._optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-    trainer._optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    trainer.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    trainer.optimizer.register_step_post_hook(lambda *_: called.append("after"))
     while trainer.epoch < 1:
         trainer.advance()
     assert called == ["before", "after"] * 2
     assert trainer.method._steps == 2
 
 
-@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize("kind", TORCHS)
 def test_a_closure_is_called_and_a_scalers_overflow_skips_the_step_as_torch_does(kind):
     mine, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizers = kind([mine], lr=0.1, fused=True), THEIRS[kind]([theirs], lr=0.1, fused=True)
+    optimizers = kind([mine], lr=0.1, fused=True), TORCHS[kind]([theirs], lr=0.1, fused=True)
     for optimizer, parameter in zip(optimizers, (mine, theirs), strict=True):
 
         def closure(optimizer=optimizer, parameter=parameter):
@@ -97,9 +97,9 @@ def test_a_closure_is_called_and_a_scalers_overflow_skips_the_step_as_torch_does
 
 def test_a_gradient_laid_out_in_another_way_is_left_whole():
     parameter = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
-    assert [len(pieces) for pieces in bits._split(4, parameter, parameter.contiguous())] == [1, 1]
-    assert [len(pieces) for pieces in bits._split(4, parameter, parameter.clone())] == [18, 18]
-    assert [len(pieces) for pieces in bits._split(4, parameter[:, ::2], parameter[:, ::2])] == [1, 1]
+    assert [len(pieces) for pieces in bitwise._split(4, parameter, parameter.contiguous())] == [1, 1]
+    assert [len(pieces) for pieces in bitwise._split(4, parameter, parameter.clone())] == [18, 18]
+    assert [len(pieces) for pieces in bitwise._split(4, parameter[:, ::2], parameter[:, ::2])] == [1, 1]
 
 
 @pytest.mark.parametrize(("width", "pieces"), [(100, 3), (900, 100), (1102, 129), (2802, 129), (4000, 2), (1001, 2)])
@@ -108,12 +108,12 @@ def test_large_networks_are_cut_into_no_more_pieces_than_help(monkeypatch, width
     sizes = []
     monkeypatch.setattr(torch, "_fused_adam_", lambda parameters, *rest, **more: sizes.extend(map(len, parameters)))
     layer(torch.zeros(1, width)).sum().backward()
-    adam.Adam(layer.parameters(), fused=True).step()
+    fused_adam.Adam(layer.parameters(), fused=True).step()
     assert len(sizes) == pieces
 
 
 def test_without_parameters_that_have_gradients_nothing_happens():
     layer = nn.Linear(2, 2)
     before = copy.deepcopy(layer.state_dict())
-    adam.Adam(layer.parameters(), fused=True).step()
+    fused_adam.Adam(layer.parameters(), fused=True).step()
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())

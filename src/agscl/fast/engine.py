@@ -1,0 +1,284 @@
+"""The fast engines: plain steps with a compiled trunk, and whole epochs as CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from agscl.fast import fused_adam
+from agscl.fast.compiled_trunk import CompiledTrunk
+from agscl.fast.cuda_graphs import GraphRunner
+from agscl.system.bitwise import copy_where_, zero_where_
+from agscl.training.engine import Engine, PlainEngine
+from agscl.training.optimizers import KINDS, make_optimizer
+from agscl.training.trainer import Trainer
+
+FUSED_KINDS: dict[str, type[Optimizer]] = {**KINDS, "adam": fused_adam.Adam, "adamw": fused_adam.AdamW}
+EPOCHS_AHEAD = 3
+"""How many epochs may be launched before the first of them has ended."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The parts of the fast path; benchmarks and tests switch single ones off."""
+
+    cuda_graphs: bool = True
+    """Else `GraphEngine` launches the same work kernel by kernel."""
+    split_adam: bool = True
+    """Our Adam, in pieces on several streams; else torch's fused one."""
+    own_convolutions: bool = True
+    """Our 3 × 3 convolutions; else cuDNN's."""
+    fused_layers: bool = True
+    """Our kernels between layers, for networks of plain layers; else torch's compiler."""
+
+
+PIECES = Pieces()
+"""What `make_engine` uses."""
+
+
+def make_engine(trainer: Trainer, *, captured: bool, pieces: Pieces | None = None) -> Engine:
+    """The engine of a trainer whose steps are captured, or whose trunk is compiled, or both."""
+    pieces = pieces or PIECES
+    trunk = None
+    if trainer.config.compile:
+        trunk = CompiledTrunk(
+            trainer.model.trunk,
+            trainer.device,
+            rewrite_layers=trainer.device.type == "cuda",
+            bf16_channels_last=trainer.config.precision == "bf16" and trainer.config.channels_last,
+            fused_layers=pieces.fused_layers,
+            own_convolutions=pieces.own_convolutions,
+        )
+    if captured:
+        return GraphEngine(trainer, trunk, pieces)
+    return PlainEngine(trainer) if trunk is None else CompiledEngine(trainer, trunk)
+
+
+class CompiledEngine(PlainEngine):
+    """Runs steps one by one, with a compiled trunk."""
+
+    def __init__(self, trainer: Trainer, trunk: CompiledTrunk) -> None:
+        super().__init__(trainer)
+        self.trunk = trunk
+
+    def start_task(self) -> None:
+        super().start_task()
+        self.trunk.start_task()
+
+    def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
+        return self.trunk.enabled(full_batch)
+
+
+class GraphEngine(Engine):
+    """Runs an epoch at a time as a few CUDA graphs, launched without waiting for the device.
+
+    One graph holds a whole step (gather, forward, backward, penalty, optimizer, masks) for each batch size; one holds
+    the end of an epoch (proximal step, validation, selection of the best weights, learning rate). All counters and
+    decisions are tensors on the device; an epoch's figures are read up to three epochs later. Graphs are captured anew
+    for each task. Without a GPU the same work runs uncaptured, which tests use.
+    """
+
+    def __init__(self, trainer: Trainer, trunk: CompiledTrunk | None = None, pieces: Pieces = PIECES) -> None:
+        super().__init__(trainer)
+        self.trunk = trunk
+        self.pieces = pieces
+        self.runner = GraphRunner(
+            trainer.device,
+            enabled=pieces.cuda_graphs,
+            before_capture=self._drop_gradients,  # so that the graph allocates gradients in its own memory
+        )
+        self.state: _DeviceState | None = None  # none between tasks
+
+    def make_optimizer(self) -> Optimizer:
+        config, device = self.trainer.config, self.trainer.device
+        on_gpu = device.type == "cuda"
+        options: dict[str, Any] = {"lr": torch.tensor(config.lr, device=device), "fused": on_gpu}
+        if config.optimizer != "sgd":
+            options["capturable"] = on_gpu
+        kinds = FUSED_KINDS if on_gpu and self.pieces.split_adam else KINDS
+        return make_optimizer(config, self.trainer.model.parameters(), kinds=kinds, **options)
+
+    def start_task(self) -> None:
+        if self.trunk is not None:
+            self.trunk.start_task()
+        self.runner.forget_warm_ups()
+        self.state = _DeviceState(self.trainer)
+
+    def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if self.trunk is None else self.trunk.enabled(full_batch)
+
+    def advance(self) -> None:
+        """Launch what is left of the epoch under way."""
+        assert self.state is not None
+        trainer, config = self.trainer, self.trainer.config
+        with self._released_on_error():
+            with self.runner.on_stream():
+                self._launch_steps(self.state)
+                self._launch_end_of_epoch(self.state)
+                self._queue_figures(self.state)
+            trainer.epoch, trainer.step = trainer.epoch + 1, 0
+            if trainer.epoch == config.drop_at:
+                self._rate.div_(config.factor)
+            self._report_epochs(self.state, behind=EPOCHS_AHEAD)
+
+    def sync(self) -> None:
+        if self.state is None:
+            return
+        with self._released_on_error():
+            self._report_epochs(self.state)
+            self.trainer.best_loss = float(self.state.best_loss)
+            self.trainer.stalled_epochs = int(self.state.stalled_epochs)
+
+    def end_task(self) -> None:
+        self.sync()
+        self._drop_gradients()
+        self.runner.release()
+        self.state = None
+
+    @contextmanager
+    def _released_on_error(self) -> Iterator[None]:
+        """Release the graphs if an error is raised: they may still run, and must not be destroyed with the trainer."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # a consequence of the first error, which it would hide
+                self.runner.release()
+            raise
+
+    # Launching -------------------------------------------------------------------------------------------------------
+
+    def _launch_steps(self, state: _DeviceState) -> None:
+        trainer, size, count = self.trainer, self.trainer.config.batch_size, self.trainer.examples
+        # Only from pinned memory may a copy be left pending: torch keeps that memory until the copy is done.
+        pinned = trainer.device.type == "cuda"
+        state.order.copy_(trainer.epoch_order(pin_memory=pinned), non_blocking=pinned)
+        for start in range(trainer.step * size, count, size):
+            width = min(size, count - start)
+            self.runner.run(width, partial(self._step, state, width))
+            # At the first step of a task a method may examine the network; later the trunk may be compiled otherwise.
+            if (way := 0 if self.trunk is None else self.trunk.version) != state.warm_way:
+                self.runner.forget_warm_ups()
+                state.warm_way = way
+            trainer.step += 1
+
+    def _launch_end_of_epoch(self, state: _DeviceState) -> None:
+        trainer, size, count = self.trainer, self.trainer.config.batch_size, self.trainer.examples
+        if trainer.method.same_every_epoch:
+            # Not before all steps are captured: methods hand tensors of the last captured step to the end of the epoch.
+            widths = {min(size, count), count % size or size}
+            captured = self.runner.graphs.keys() >= widths
+            self.runner.run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
+            return
+        trainer.method.end_epoch()
+        if trainer.method.version != state.method_version:
+            state.method_version = trainer.method.version
+            self.runner.release()
+            state.best_loss.fill_(math.inf)  # e.g. pruned: weights of earlier epochs cannot be restored any more
+            state.stalled_epochs.zero_()
+        self.runner.run("end", partial(self._end_epoch, state, call_method=False))
+
+    def _queue_figures(self, state: _DeviceState) -> None:
+        """Start copying the epoch's figures to the host."""
+        if self.trainer.device.type != "cuda":
+            state.launched.append((self.trainer.epoch, state.figures.clone(), None))
+            return
+        figures = torch.empty(3, dtype=torch.float64, pin_memory=True)
+        figures.copy_(state.figures, non_blocking=True)
+        ended = torch.cuda.Event(blocking=True)  # waiting for it leaves the core to other processes
+        ended.record()
+        state.launched.append((self.trainer.epoch, figures, ended))
+
+    def _report_epochs(self, state: _DeviceState, behind: int = 0) -> None:
+        """Report the epochs that were launched, but for the last `behind`; waits for those it reports."""
+        while len(state.launched) > behind:
+            epoch, figures, ended = state.launched.popleft()
+            if ended is not None:
+                ended.synchronize()
+            loss, valid_loss, rate = figures.tolist()
+            self.trainer.report_epoch(epoch, loss, valid_loss if self.trainer.config.validates else None, rate)
+
+    @property
+    def _rate(self) -> Tensor:
+        """The learning rate: one tensor, shared by all parameter groups."""
+        assert self.trainer.optimizer is not None
+        rate: Tensor = self.trainer.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def _drop_gradients(self) -> None:
+        """Free gradients, which lie in the memory of a graph."""
+        assert self.trainer.optimizer is not None
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+
+    # What the graphs hold --------------------------------------------------------------------------------------------
+
+    def _step(self, state: _DeviceState, width: int) -> None:
+        rows = state.order[state.position + state.offsets[:width]]
+        state.position += width
+        self.trainer.train_step(rows)
+
+    @torch.no_grad()
+    def _end_epoch(self, state: _DeviceState, call_method: bool) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if call_method:
+            trainer.method.end_epoch()
+        if config.restore_best and trainer.best_weights is None:  # never during a capture: this has run before
+            trainer.best_weights = {name: value.clone() for name, value in trainer.trained_tensors().items()}
+        state.figures[0] = torch.where(trainer.all_finite(), trainer.loss_sum / trainer.examples, math.nan)
+        state.figures[2] = self._rate
+        if config.validates:
+            state.figures[1] = valid_loss = trainer.validation_loss()
+            self.select_best(state, valid_loss)
+        trainer.loss_sum.zero_()
+        state.position.zero_()
+
+    def select_best(self, state: _DeviceState, valid_loss: Tensor) -> None:
+        """Keep the weights of the best epoch; drop the rate after `patience` epochs without a better one."""
+        trainer, config = self.trainer, self.trainer.config
+        better = valid_loss < state.best_loss
+        state.best_loss.copy_(torch.where(better, valid_loss, state.best_loss))
+        state.stalled_epochs.copy_(torch.where(better, 0, state.stalled_epochs + 1))
+        if trainer.best_weights is not None:
+            trained = trainer.trained_tensors()
+            copy_where_([trainer.best_weights[name] for name in trained], list(trained.values()), better)
+        if config.patience is not None:
+            drop = state.stalled_epochs >= config.patience
+            state.stalled_epochs.masked_fill_(drop, 0)
+            self.drop_rate(drop)
+
+    def drop_rate(self, condition: Tensor) -> None:
+        """Where `condition` () is true, divide the rate and clear the moments of the optimizer and of the method."""
+        assert self.trainer.optimizer is not None
+        self._rate.copy_(torch.where(condition, self._rate / self.trainer.config.factor, self._rate))
+        values = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
+        zero_where_([value for value in values if isinstance(value, Tensor)], condition)
+        self.trainer.method.clear_moments(condition)
+
+
+class _DeviceState:
+    """What a `GraphEngine` keeps during a task: counters on the device, and epochs that are not reported yet."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        config, device = trainer.config, trainer.device
+        self.order = torch.zeros(trainer.examples, dtype=torch.long, device=device)
+        """The rows of the epoch in their order."""
+        self.position = torch.tensor(trainer.step * config.batch_size, device=device)
+        """Where the next batch begins in `order`."""
+        self.offsets = torch.arange(config.batch_size, device=device)
+        self.best_loss = torch.tensor(trainer.best_loss, dtype=torch.float64, device=device)
+        self.stalled_epochs = torch.tensor(trainer.stalled_epochs, device=device)
+        self.figures = torch.zeros(3, dtype=torch.float64, device=device)
+        """Loss, validation loss and learning rate of the last epoch."""
+        self.launched: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        """Epochs that are not reported yet: number, figures on the host, and the event after which these are there."""
+        self.method_version = trainer.method.version
+        self.warm_way: int | None = None
+        """The version of the compiled trunk with which the last step ran."""

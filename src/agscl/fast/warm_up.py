@@ -1,0 +1,74 @@
+"""Start-up work done in threads beside the rest of the start: loading a GPU's libraries, hashing compilers' code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Thread
+
+import torch
+import torch.nn.functional as F
+
+from agscl.fast._torch_internals import precompute_compiler_cache_keys, precompute_triton_cache_key
+from agscl.methods._parts.proximal import pull, shrink
+
+
+class WarmUp:
+    """Warms up the device and Triton in two threads, unless Triton was imported before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = Thread(target=warm_up_device, args=(device,))
+        self._triton = Thread(target=precompute_triton_cache_key)
+        self._needed = "triton" not in sys.modules
+        if self._needed:
+            self._device.start()
+            self._triton.start()
+
+    def wait_for_device(self) -> None:
+        """Before anything else runs there: memory that two streams share would not be in order."""
+        if self._needed:
+            self._device.join()
+
+    def wait_for_triton(self) -> None:
+        if self._needed:
+            self._triton.join()
+
+
+@contextmanager
+def warm_up_during_import(device: torch.device) -> Iterator[None]:
+    """While torch's compiler is imported, which is work of Python alone, warm up the device.
+
+    Afterwards, while other things start, compute the keys of the compiler's cache.
+    """
+    if device.type != "cuda" or "torch._dynamo" in sys.modules:
+        yield
+        return
+    thread = Thread(target=warm_up_device, args=(device,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    Thread(target=precompute_compiler_cache_keys, daemon=True).start()
+
+
+def warm_up_device(device: torch.device | str) -> None:
+    """Run forward, backward and a proximal step on zeros, so that the libraries they use are loaded.
+
+    No optimizer step, which would import what another thread is importing; and no random numbers.
+    """
+    with suppress(RuntimeError), torch.enable_grad():  # an error comes again where it matters
+        zeros = partial(torch.zeros, device=device)
+        for dtype in (torch.float32, torch.bfloat16):
+            shapes = ((256, 32, 16, 16), (32, 32, 3, 3))
+            x, weight = (zeros(shape, dtype=dtype).to(memory_format=torch.channels_last) for shape in shapes)
+            bias, head = zeros(32, dtype=dtype), zeros(10, 32 * 8 * 8, dtype=dtype)
+            for tensor in (x, weight, bias, head):
+                tensor.requires_grad_()
+            y = F.max_pool2d(F.relu(F.conv2d(x, weight, bias, padding=1)), 2)
+            loss = F.cross_entropy(F.linear(y.flatten(1), head).float(), zeros(256, dtype=torch.long))
+            loss.backward()
+        rows, members = [zeros(32, 288), zeros(32)], torch.arange(64, device=device).view(2, 32).t()
+        shrink(pull(rows, rows, zeros(32), members), zeros(32), members)

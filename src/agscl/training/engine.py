@@ -1,0 +1,154 @@
+"""How a trainer's steps are run: the interface of an engine, and the plain one.
+
+`agscl.fast` has others (CUDA graphs, compiled trunks); it is imported here alone, and only where a configuration asks
+for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from agscl.training.optimizers import make_optimizer
+
+if TYPE_CHECKING:
+    from agscl.training.trainer import Trainer
+
+
+class CompileFailed(RuntimeError):
+    """The network could not be compiled on this machine."""
+
+
+class Engine(ABC):
+    """Runs the training of one task after the other for a trainer.
+
+    The trainer owns all that is trained, the position (`epoch`, `step`) and what a checkpoint holds. The engine runs
+    `trainer.train_step` and the end of each epoch in its own way, and moves the position on.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @abstractmethod
+    def make_optimizer(self) -> Optimizer:
+        """A new optimizer of the model's parameters, for a task."""
+
+    @abstractmethod
+    def start_task(self) -> None:
+        """Prepare for the steps of a task that begins, or goes on from a checkpoint."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Run the next unit of the epoch under way: a step, the end of the epoch, or all of it."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until all that was launched is done, and bring the trainer up to date."""
+
+    def end_task(self) -> None:
+        """As `sync`, and release all that was held for the task."""
+        self.sync()
+
+    def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
+        """The context in which the model's trunk runs; `full_batch`: on a training batch of the usual size."""
+        return nullcontext()
+
+
+class PlainEngine(Engine):
+    """Runs steps one by one, and decides on the host which weights are best and when the learning rate drops."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._batches: tuple[Tensor, ...] | None = None  # the rows of each batch of the epoch under way
+
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self.trainer.optimizer is not None
+        return self.trainer.optimizer
+
+    def make_optimizer(self) -> Optimizer:
+        return make_optimizer(self.trainer.config, self.trainer.model.parameters())
+
+    def start_task(self) -> None:
+        self._batches = None
+
+    def advance(self) -> None:
+        if self.trainer.step < self.trainer.steps_per_epoch:
+            self._run_step()
+        else:
+            self._end_epoch()
+
+    def sync(self) -> None:
+        pass  # the trainer is up to date after every unit
+
+    def _run_step(self) -> None:
+        trainer = self.trainer
+        if self._batches is None:
+            self._batches = trainer.epoch_order().to(trainer.device).split(trainer.config.batch_size)
+        trainer.train_step(self._batches[trainer.step])
+        trainer.step += 1
+
+    def _end_epoch(self) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        version = trainer.method.version
+        trainer.method.end_epoch()
+        if trainer.method.version != version:  # e.g. pruned: weights of earlier epochs cannot be restored any more
+            trainer.best_loss, trainer.stalled_epochs = math.inf, 0
+        trainer.check_finite()
+        loss, rate, valid_loss = trainer.loss_sum.item() / trainer.examples, self.optimizer.param_groups[0]["lr"], None
+        if config.validates:
+            valid_loss = trainer.validation_loss().item()
+            self.select_best(valid_loss)
+        trainer.report_epoch(trainer.epoch, loss, valid_loss, rate)
+        trainer.epoch, trainer.step = trainer.epoch + 1, 0
+        trainer.loss_sum.zero_()
+        self._batches = None
+        if trainer.epoch == config.drop_at:
+            self._divide_rate()
+
+    def select_best(self, valid_loss: float) -> None:
+        """Keep the weights of the best epoch; drop the rate after `patience` epochs without a better one."""
+        trainer, config = self.trainer, self.trainer.config
+        if valid_loss < trainer.best_loss:
+            trainer.best_loss, trainer.stalled_epochs = valid_loss, 0
+            if config.restore_best:
+                trainer.best_weights = {name: value.clone() for name, value in trainer.trained_tensors().items()}
+            return
+        trainer.stalled_epochs += 1
+        if config.patience is not None and trainer.stalled_epochs >= config.patience:
+            trainer.stalled_epochs = 0
+            self.drop_rate()
+
+    def drop_rate(self) -> None:
+        """Divide the learning rate, and clear the moments of the optimizer and of the method."""
+        self.optimizer.state.clear()
+        self.trainer.method.clear_moments()
+        self._divide_rate()
+
+    def _divide_rate(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] / self.trainer.config.factor
+
+
+def make_engine(trainer: Trainer) -> Engine:
+    """The engine that the trainer's configuration asks for."""
+    captured = _uses_cuda_graphs(trainer)
+    if not captured and not trainer.config.compile:
+        return PlainEngine(trainer)
+    engine: Engine = importlib.import_module("agscl.fast.engine").make_engine(trainer, captured=captured)
+    return engine
+
+
+def _uses_cuda_graphs(trainer: Trainer) -> bool:
+    capturable = trainer.capturable and trainer.method.capturable
+    if trainer.config.engine == "captured" and not capturable:
+        what = type(trainer).__name__ if trainer.method.capturable else repr(trainer.method)
+        raise ValueError(f"steps of {what} cannot be captured as CUDA graphs: use engine='plain'")
+    automatic = trainer.config.engine == "auto" and trainer.device.type == "cuda" and capturable
+    return trainer.config.engine == "captured" or automatic

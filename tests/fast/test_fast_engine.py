@@ -1,0 +1,270 @@
+"""The fast engines; on a CPU their work runs uncaptured."""
+
+import math
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from agscl import EWC, SI, PackNet, Together
+from agscl.experiments.methods import METHODS
+from agscl.fast.compiled_trunk import CompiledTrunk
+from agscl.fast.cuda_graphs import GraphRunner
+from agscl.fast.engine import CompiledEngine, GraphEngine, Pieces, make_engine
+from agscl.fast.torch_compile import TorchCompiledTrunk
+from agscl.heads import MultiHead
+from agscl.methods._parts.lifecycle import NodeMethod
+from agscl.methods.agscl import AGSCL
+from agscl.methods.finetune import FineTune
+from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.tasks import Task
+from agscl.training import CompileFailed, PlainEngine, Trainer, TrainingConfig, TrainingFailed
+from small_networks import LayerByLayer
+from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+
+
+def test_captured_steps_choose_epochs_and_rates_on_the_device_as_the_plain_ones_do_on_the_host():
+    script = [5.0, 6.0, 5.0, 4.0, 4.5, 4.1, 4.2, 3.0, 3.5]
+    plain, captured = make_scripted_trainer(script), make_scripted_trainer(script, engine="captured")
+    for trainer in (plain, captured):
+        trainer.events = []
+        trainer.emit = trainer.events.append
+        finish(trainer)
+    epochs = [[event for event in trainer.events if event["event"] == "epoch"] for trainer in (plain, captured)]
+    for one, other in zip(*epochs, strict=True):
+        assert one.pop("lr") == pytest.approx(other.pop("lr"))
+        assert one.pop("loss") == pytest.approx(other.pop("loss"), rel=1e-4)
+        assert one == other
+    assert plain.accuracies == captured.accuracies
+
+
+@pytest.mark.parametrize("method", [FineTune, AGSCL])
+def test_captured_steps_stopped_after_any_epoch_and_continued_end_with_the_same_bits(method):
+    config = replace(QUICK, engine="captured")
+    expected = finish(make_trainer(method, config))
+    for stopped_after in range(len(TASKS) * (1 + 3 + 1)):  # per task: its start, three epochs, its end
+        stopped = make_trainer(method, config)
+        for _ in range(stopped_after):
+            assert stopped.advance()
+        stored = unflatten_state(*flatten_state(stopped.state_dict()))
+        continued = make_trainer(method, config)
+        continued.load_state_dict(stored)
+        assert finish(continued) == expected, f"after {stopped_after} units"
+
+
+@pytest.mark.parametrize("known", ["example input", "first forward"])
+@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.bound])
+def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name, known):
+    def train(engine):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU())
+        model = MultiHead(trunk, features=24)
+        kind = METHODS[name].load()
+        given = known == "example input" and issubclass(kind, NodeMethod)
+        example = {"example_input": TASKS[0].train_x[:2]} if given else {}
+        trainer = Trainer(model, kind(model, **example), TASKS, replace(QUICK, engine=engine, epochs=4), seed=0)
+        finish(trainer)
+        return trainer
+
+    plain, captured = train("plain"), train("captured")
+    for one, other in zip(plain.losses, captured.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-2, abs=1e-3)
+    assert [len(row) for row in captured.valid_accuracies] == [1, 2, 3]
+
+
+def test_captured_steps_notice_weights_that_the_last_step_broke():
+    trainer = make_trainer(FineTune, replace(QUICK, engine="captured"))
+    trainer.advance()
+    trainer.advance()
+    with torch.no_grad():
+        trainer.model.heads[TASKS[0].name].bias.fill_(math.nan)
+    trainer.training_loss = lambda rows: sum(p.sum() for p in trainer.model.trunk.parameters()) * 0.0
+    with pytest.raises(TrainingFailed, match="infinite or NaN"):
+        finish(trainer)
+
+
+def test_methods_together_are_captured_if_each_of_them_can_be():
+    model = make_trainer(FineTune).model
+    together = Together(EWC(model), SI(model))
+    assert (together.capturable, together.same_every_epoch, together.version) == (True, True, 0)
+    pruning = PackNet(make_trainer(FineTune).model)
+    assert not Together(pruning, SI(pruning.model)).same_every_epoch
+
+
+def test_what_counts_steps_in_python_is_not_captured():
+    made = make_trainer(AGSCL)
+    method = AGSCL(made.model, prox_every=2, example_input=TASKS[0].train_x[:2])
+    with pytest.raises(ValueError, match=r"prox_every=2.*use engine='plain'"):
+        Trainer(made.model, method, TASKS, replace(QUICK, engine="captured"), seed=0)
+    assert type(Trainer(made.model, method, TASKS, QUICK, seed=0).engine) is PlainEngine
+
+
+def test_a_run_begun_with_plain_steps_goes_on_with_captured_ones():
+    plain, captured = make_trainer(AGSCL, QUICK), make_trainer(AGSCL, replace(QUICK, engine="captured"))
+    for _ in range(7):  # in the middle of an epoch
+        plain.advance()
+    assert plain.step
+    captured.load_state_dict(plain.state_dict())
+    finish(captured)
+    finish(plain)
+    for one, other in zip(plain.losses, captured.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-2)
+
+
+def test_captured_steps_stop_at_a_loss_that_is_not_a_number():
+    broken = make_task("second", 1)
+    trainer = make_trainer(FineTune, replace(QUICK, engine="captured"), tasks=(TASKS[0], broken))
+    broken.train_x[3] = float("nan")  # since it was looked over
+    with pytest.raises(TrainingFailed, match=r"task 2 \(second\), epoch 1; a lower learning rate"):
+        finish(trainer)
+
+
+def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_not_compiled_again(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # needs no compiler of the machine's
+    torch._dynamo.reset()
+    counters.clear()
+    for seed in range(10):
+        trainer = make_trainer(FineTune, replace(QUICK, epochs=1, compile=True), tasks=TASKS[:1], seed=seed)
+        finish(trainer)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_full_batches_are_compiled_and_the_last_one_and_validation_have_layers_rewritten_alone(monkeypatch, engine):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    full, enabled = [], TorchCompiledTrunk.enabled
+    monkeypatch.setattr(TorchCompiledTrunk, "enabled", lambda self, batch: full.append(batch) or enabled(self, batch))
+    trainer = make_trainer(FineTune, replace(QUICK, epochs=2, engine=engine, compile=True), tasks=TASKS[:1])
+    finish(trainer)
+    whole, rest = divmod(len(TASKS[0].train_y), QUICK.batch_size)
+    assert rest, "or the test has nothing to see"
+    epoch = [True] * whole + [False, False]
+    assert full == [*epoch[1:], *epoch], "a method may examine the network at the first step"
+
+
+def test_a_network_that_cannot_be_compiled_is_said_in_one_line(monkeypatch):
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    trainer = make_trainer(FineTune, replace(QUICK, epochs=1, compile=True), tasks=TASKS[:1])
+    with pytest.raises(CompileFailed, match=r"C\+\+ compiler.*--set compile=false") as caught:
+        finish(trainer)
+    assert "\n" not in str(caught.value)
+    assert "forward" not in vars(trainer.model.trunk)
+
+
+AS_ON_GPU = {"rewrite_layers": True, "bf16_channels_last": True}
+FAST = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
+
+
+def test_the_configuration_decides_which_engine_runs(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+
+    def kind(**options):
+        return type(make_trainer(FineTune, replace(QUICK, **options)).engine)
+
+    assert kind() is kind(engine="plain") is PlainEngine
+    assert kind(engine="captured") is kind(engine="captured", compile=True) is GraphEngine
+    assert kind(compile=True) is CompiledEngine
+
+
+@pytest.mark.parametrize("piece", ["cuda_graphs", "split_adam", "own_convolutions", "fused_layers"])
+def test_a_piece_can_be_switched_off(monkeypatch, piece):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    config = replace(QUICK, epochs=1, **FAST)
+    engine = partial(make_engine, captured=True, pieces=replace(Pieces(), **{piece: False}))
+    trainer = make_trainer(FineTune, config, tasks=TASKS[:1], engine=engine)
+    finish(trainer)
+    assert len(trainer.losses[0]) == 1
+
+
+WITHOUT_COMPILER = """
+import sys
+import torch
+from agscl import AGSCL, MultiHead
+from agscl.fast.compiled_trunk import CompiledTrunk
+from agscl.fast.engine import GraphEngine
+from agscl.fast.fused_adam import Adam
+from agscl.networks.cifar import CifarTrunk
+from agscl.tasks import Task
+from agscl.training import Trainer, TrainingConfig
+
+class EngineAsOnGpu(GraphEngine):
+    def __init__(self, trainer):
+        options = {"rewrite_layers": True, "bf16_channels_last": True}
+        super().__init__(trainer, CompiledTrunk(trainer.model.trunk, trainer.device, **options))
+
+    def make_optimizer(self):
+        return Adam(self.trainer.model.parameters(), lr=torch.tensor(1e-3), fused=True)
+
+torch.set_num_threads(1)
+model = MultiHead(CifarTrunk(), features=256)
+x, y = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])
+tasks = tuple(Task(name, 3, x, y, x, y, x, y) for name in ("a", "b"))
+fast = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
+config = TrainingConfig(epochs=2, batch_size=4, **fast)
+trainer = Trainer(model, AGSCL(model), tasks, config, seed=0, engine=EngineAsOnGpu)
+while trainer.advance():
+    pass
+print(len(trainer.accuracies), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_network_of_plain_layers_is_trained_without_an_import_of_torchs_compiler():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_COMPILER], capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_what_torch_compiles_after_all_has_run_once_before_it_is_captured(monkeypatch):
+    """Within a capture nothing can be compiled. Without a GPU: a capture is recorded, and is the step itself."""
+    compiled_calls, calls_before_capture = [], []
+
+    def compile(call, **options):
+        return lambda *args, **kwargs: compiled_calls.append(1) or call(*args, **kwargs)
+
+    def capture(self, work):
+        calls_before_capture.append(len(compiled_calls))
+        return SimpleNamespace(replay=work)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(GraphRunner, "on_stream", lambda self: nullcontext())
+    monkeypatch.setattr(GraphRunner, "_capture", capture)
+
+    def engine(trainer):
+        made = GraphEngine(trainer, CompiledTrunk(trainer.model.trunk, trainer.device, **AS_ON_GPU))
+        made.runner.stream = object()  # as on a GPU
+        return made
+
+    x, y = torch.randn(24, 8), torch.arange(24) % 3
+    model = MultiHead(LayerByLayer(), features=8)
+    config = TrainingConfig(epochs=1, batch_size=4, patience=None, restore_best=False, **FAST)
+    tasks = (Task("t", 3, x, y, None, None, x, y),)
+    trainer = Trainer(model, FineTune(model), tasks, config, seed=0, engine=engine)
+    trainer.advance()
+    trainer.advance()
+    assert trainer.engine.trunk.fused is None
+    assert calls_before_capture[0] == 1, "the first step is uncompiled, the second ours, the third torch's: a warm-up"
+    assert len(compiled_calls) == 4
+
+
+def test_graphs_are_released_where_training_fails(monkeypatch):
+    released = []
+    monkeypatch.setattr(GraphRunner, "release", lambda self: released.append(1))
+    trainer = make_trainer(FineTune, replace(QUICK, engine="captured"))
+    trainer.validation_loss = lambda: torch.tensor(math.nan, dtype=torch.float64)
+    with pytest.raises(TrainingFailed):
+        finish(trainer)
+    assert released == [1]

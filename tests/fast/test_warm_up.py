@@ -1,0 +1,23 @@
+"""What is done in threads while a run starts."""
+
+import subprocess
+import sys
+
+WARM_UP = """
+import sys
+from contextlib import nullcontext
+import torch
+from agscl.fast import warm_up
+
+warm_up.suppress = lambda *_: nullcontext()  # or nothing would be seen to fail
+before, known = torch.get_rng_state(), set(sys.modules)
+warm_up.warm_up_device("cpu")
+assert torch.equal(torch.get_rng_state(), before)
+print(sorted(set(sys.modules) - known), "torch._dynamo" in known)
+"""
+
+
+def test_warming_up_a_device_draws_no_random_numbers_and_imports_nothing():
+    """Two threads that import the same module may see it half made."""
+    done = subprocess.run([sys.executable, "-c", WARM_UP], capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False", done.stderr
