@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "system": {"filelock"},  # which torch requires too
     "data": {"PIL", "huggingface_hub", "pyarrow"},
     "tasks": {"sklearn"},
-    "networks": {"filelock", "safetensors"},
+    "networks": {"safetensors"},
     "fast": {"triton"},
     "runs": {"safetensors"},
     "cli": {"rich", "tyro"},

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 def hub_endpoint() -> str:
     """The hub's address: `HF_ENDPOINT`, or https://huggingface.co."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise DownloadFailed(f"HF_ENDPOINT must begin with http:// or https://, but it is {endpoint!r}")
+    return endpoint
 
 
 def list_parquet_files(name: str) -> tuple[str, dict[str, dict[str, list[RemoteFile]]]]:
