@@ -1,21 +1,27 @@
 """agscl: continual learning you can verify."""
 
-from agscl.certificate import Certificate
-from agscl.graph.nodes import NodeGraph
-from agscl.heads import MultiHead
-from agscl.methods.agscl import AGSCL
-from agscl.methods.ewc import EWC
-from agscl.methods.finetune import FineTune
-from agscl.methods.frozen import Frozen
-from agscl.methods.gpm import GPM
-from agscl.methods.hat import HAT
-from agscl.methods.l2 import L2
-from agscl.methods.lwf import LwF
-from agscl.methods.mas import MAS
-from agscl.methods.packnet import PackNet
-from agscl.methods.rwalk import RWalk
-from agscl.methods.si import SI
-from agscl.methods.together import Together
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agscl.certificate import Certificate
+    from agscl.graph.nodes import NodeGraph
+    from agscl.heads import MultiHead
+    from agscl.methods.agscl import AGSCL
+    from agscl.methods.ewc import EWC
+    from agscl.methods.finetune import FineTune
+    from agscl.methods.frozen import Frozen
+    from agscl.methods.gpm import GPM
+    from agscl.methods.hat import HAT
+    from agscl.methods.l2 import L2
+    from agscl.methods.lwf import LwF
+    from agscl.methods.mas import MAS
+    from agscl.methods.packnet import PackNet
+    from agscl.methods.rwalk import RWalk
+    from agscl.methods.si import SI
+    from agscl.methods.together import Together
 
 __all__ = [
     "AGSCL",
@@ -36,3 +42,34 @@ __all__ = [
     "Together",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Certificate": "agscl.certificate",
+    "NodeGraph": "agscl.graph.nodes",
+    "MultiHead": "agscl.heads",
+    "AGSCL": "agscl.methods.agscl",
+    "EWC": "agscl.methods.ewc",
+    "FineTune": "agscl.methods.finetune",
+    "Frozen": "agscl.methods.frozen",
+    "GPM": "agscl.methods.gpm",
+    "HAT": "agscl.methods.hat",
+    "L2": "agscl.methods.l2",
+    "LwF": "agscl.methods.lwf",
+    "MAS": "agscl.methods.mas",
+    "PackNet": "agscl.methods.packnet",
+    "RWalk": "agscl.methods.rwalk",
+    "SI": "agscl.methods.si",
+    "Together": "agscl.methods.together",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `agscl --help` answers without importing torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
