@@ -1,45 +1,30 @@
-import io
 import itertools
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
-import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from agscl.analysis import metrics
 from agscl.cli import jobs as cli_jobs
-from agscl.cli import progress as cli_progress
 from agscl.cli.main import main
 from agscl.experiments import compare, jobs
 from agscl.experiments.compare import summarize_values
 from agscl.experiments.config import configure
 from agscl.experiments.methods import METHODS
-from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run import execute_run
 from agscl.runs import Run
+from commands import finish_command, start_command
 from results import reproducible_part
 
 SMALL = ["compare", "digits", "--methods", "l2,si", "--seeds", "2", "--name", "small"]
 SMALL += ["--epochs", "1", "--batch-size", "64", "--checkpoint-every", "0.1", "--jobs"]
 SMALL, ONE_AT_A_TIME = [*SMALL, "2"], [*SMALL, "1"]
-
-
-def start(folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agscl.cli", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=200)
-    return process.returncode, output
 
 
 def results(folder: Path) -> dict[str, dict]:
@@ -51,7 +36,7 @@ def results(folder: Path) -> dict[str, dict]:
 def compared(tmp_path_factory):
     """A small comparison that was never stopped, and what it printed."""
     folder = tmp_path_factory.mktemp("compared")
-    code, output = finish(start(folder, SMALL))
+    code, output = finish_command(start_command(folder, *SMALL))
     assert code == 0, output
     return folder, output
 
@@ -118,7 +103,7 @@ def start_training(folder: Path) -> subprocess.Popen[str]:
         return set((folder / "runs/small").glob("*/checkpoints/*.json"))
 
     before = checkpoints()
-    process = start(folder, ONE_AT_A_TIME)
+    process = start_command(folder, *ONE_AT_A_TIME)
     while checkpoints() <= before and process.poll() is None:
         time.sleep(0.005)
     return process
@@ -127,53 +112,22 @@ def start_training(folder: Path) -> subprocess.Popen[str]:
 def test_killed_then_interrupted_then_started_again_every_run_ends_with_the_same_bits(compared, tmp_path):
     process = start_training(tmp_path)
     process.send_signal(signal.SIGKILL)
-    assert finish(process)[0] == -signal.SIGKILL
+    assert finish_command(process)[0] == -signal.SIGKILL
 
     process = start_training(tmp_path)
     os.kill(process.pid, signal.SIGINT)
-    code, output = finish(process)
+    code, output = finish_command(process)
     assert code == 130, output
     assert "The same command continues" in output
     assert "Traceback" not in output
     assert len(results(tmp_path)) < 6
 
-    code, output = finish(start(tmp_path, ONE_AT_A_TIME))
+    code, output = finish_command(start_command(tmp_path, *ONE_AT_A_TIME))
     assert code == 0, output
     assert results(tmp_path) == results(compared[0])
 
 
-def test_whatever_ends_a_comparison_ends_its_runs_too(tmp_path):
-    plan = compare.plan_comparison("digits", ["l2"], 2, tmp_path, epochs=100_000)
-
-    def watch(running):
-        if any(job.progress for job in running):
-            raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        jobs.run_jobs(plan, processes=1, checkpoint_every=1e9, on_progress=watch)
-    assert not any(job.is_finished for job in plan)
-    assert (plan[0].folder / "checkpoints" / "000001.json").exists(), "and it was stored where it stood"
-
-
-def test_a_comparison_asked_to_stop_before_it_began_trains_nothing(tmp_path):
-    plan = compare.plan_comparison("digits", ["l2"], 1, tmp_path)
-    with pytest.raises(Interrupted):
-        jobs.run_jobs(plan, processes=2, checkpoint_every=1e9, should_stop=lambda: True)
-    assert not any(job.is_finished for job in plan)
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
-def test_workers_are_born_deaf_to_ctrl_c():
-    class Pool:
-        def submit(self, *work):
-            return frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-    (blocked,) = jobs._submit_jobs(Pool(), ["job"], 1.0)
-    assert signal.SIGINT in blocked
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-
-def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, monkeypatch, capsys):
+def test_a_second_command_on_the_same_comparison_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan = compare.plan_comparison("digits", ["l2"], 1, Path("runs/small"))
     with cli_jobs._lock_folders(plan):
@@ -181,7 +135,7 @@ def test_two_commands_on_one_comparison_keep_out_of_each_others_way(tmp_path, mo
     assert "another command is using runs/small" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_leaves_the_others_alone_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):
+def test_a_failed_run_does_not_stop_the_others_and_is_named_at_the_end(compared, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(compared[0])
     monkeypatch.setattr(jobs, "_stop_event", threading.Event(), raising=False)
     broken = jobs.Job(configure("digits", method="l2", epochs=1, lr=1e30, reference=False), tmp_path / "broken")
@@ -212,24 +166,6 @@ def test_a_users_mistake_in_a_comparison_is_one_line_and_exit_code_2(arguments, 
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_terminal_there_is_a_bar_for_all_runs_and_one_for_each_under_way(tmp_path, monkeypatch):
-    written = io.StringIO()
-    monkeypatch.setattr(cli_progress, "console", Console(file=written, force_terminal=True, width=80))
-    plan = compare.plan_comparison("digits", ["l2"], 1, tmp_path)
-    (tmp_path / "l2-seed0").mkdir()
-    (tmp_path / "l2-seed0" / "events.jsonl").write_text('{"progress": 0.5}\n{"progress": 0.7')
-    with cli_progress.JobsProgress(plan) as progress:
-        progress.show_running(plan)
-        progress.show_end(plan[1], "average accuracy 90.0 %")
-        progress.show_running(plan[:1])
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
-    lines = shown.replace("\r", "\n").splitlines()
-    bars = [line for line in lines if line.startswith(("all", "L2"))]
-    assert any("75 %" in line and "1 of 2 runs" in line for line in bars)
-    assert any(line.startswith("L2, seed 0") and "50 %" in line for line in bars)
-    assert max(map(len, lines)) <= 80
-
-
 def test_a_deviation_needs_two_values():
     assert summarize_values([0.5, 0.7]) == {
         "mean": pytest.approx(0.6),
@@ -237,59 +173,6 @@ def test_a_deviation_needs_two_values():
         "values": [0.5, 0.7],
     }
     assert summarize_values([0.5])["deviation"] is None
-
-
-@pytest.mark.parametrize("on", [False, True])
-def test_several_runs_on_a_gpu_are_told_how_to_share_it(on, tmp_path, monkeypatch, capsys):
-    service = tmp_path / "nvidia-cuda-mps-control"
-    service.write_text("#!/bin/sh\n")
-    service.chmod(0o755)
-    if on:
-        (tmp_path / "control").touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(jobs, "run_jobs", lambda plan, **more: None)
-    for device, seeds in (("cuda", 2), ("cpu", 2), ("cuda", 1)):
-        plan = compare.plan_comparison("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
-        plan = [replace(job, config=replace(job.config, device=device)) for job in plan]
-        cli_jobs.run_jobs_with_progress(plan, processes=2, checkpoint_every=60.0)
-        told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
-        assert told == (not on and device == "cuda" and seeds == 2)
-
-
-def test_a_stop_that_comes_while_the_last_run_ends_is_heard(tmp_path):
-    plan = compare.plan_comparison("digits", [], 1, tmp_path, epochs=1)
-    done: list[object] = []
-    with pytest.raises(Interrupted):
-        jobs.run_jobs(
-            plan,
-            processes=1,
-            checkpoint_every=1e9,
-            should_stop=lambda: len(done) > 1,
-            on_job_end=lambda job, outcome: done.append(job),
-            on_progress=lambda running: done.append(None) if done else None,  # the last look, after the last end
-        )
-    assert plan[0].is_finished
-
-
-def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "_run_job", _sleep)
-    begun = time.monotonic()
-
-    def stop() -> bool:
-        if time.monotonic() - begun > 8:
-            raise KeyboardInterrupt
-        return False
-
-    with pytest.raises(KeyboardInterrupt):
-        jobs.run_jobs(
-            compare.plan_comparison("digits", [], 1, tmp_path), processes=1, checkpoint_every=1e9, should_stop=stop
-        )
-    assert time.monotonic() - begun < 40
-
-
-def _sleep(job: jobs.Job, checkpoint_every: float) -> None:
-    time.sleep(60)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +186,7 @@ def _sleep(job: jobs.Job, checkpoint_every: float) -> None:
         (["cifar100", "--methods", "gpm,si"], ["gpm", "si"], 5),
     ],
 )
-def test_unless_told_a_comparison_is_the_table_of_its_preset(words, methods, seeds, monkeypatch):
+def test_by_default_a_comparison_takes_the_methods_and_seeds_of_its_preset(words, methods, seeds, monkeypatch):
     asked = []
 
     def plan(preset, names, count, *_, **__):
@@ -315,7 +198,7 @@ def test_unless_told_a_comparison_is_the_table_of_its_preset(words, methods, see
     assert asked == [words[0], sorted(methods), seeds]
 
 
-def test_a_smaller_request_takes_nothing_from_what_is_stored(tmp_path, monkeypatch):
+def test_a_smaller_comparison_removes_nothing_from_the_stored_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = ["compare", "digits", "--epochs", "1", "--name", "c", "--jobs", "1", "--methods"]
     assert main([*asked, "l2,frozen", "--seeds", "2"]) == 0
@@ -334,7 +217,7 @@ def test_a_smaller_request_takes_nothing_from_what_is_stored(tmp_path, monkeypat
     assert json.loads(stored.read_text()) == before
 
 
-def test_runs_on_other_pictures_are_not_put_together(tmp_path, monkeypatch, capsys):
+def test_runs_on_changed_images_are_not_compared(tmp_path, monkeypatch, capsys):
     def draw(seed):
         for label, number in itertools.product(range(4), range(6)):
             path = tmp_path / "own" / f"class{label}" / f"{number}.png"

@@ -37,7 +37,7 @@ def compare(
     ] = None,
     seeds: Annotated[int | None, describe("N", default="(default: 5; for digits 3)")] = None,
     jobs: Jobs = None,
-    name: Annotated[str | None, describe("NAME", default="(default: from preset and changes)")] = None,
+    name: Annotated[str | None, describe("NAME", default="(default: made from preset and changes)")] = None,
     epochs: Epochs = None,
     batch_size: BatchSize = None,
     lr: LearningRate = None,

@@ -12,20 +12,22 @@ from agscl.cli.options import describe
 MAX_PROBLEMS = 5
 """How many problems of a dataset are shown; the others are counted."""
 
+ACTIONS = (
+    "list: what there is. get: download what is missing; continues an interrupted download. check: read every file."
+)
+
 
 def data(
-    action: Annotated[Literal["list", "get", "check"], describe("list|get|check")] = "list",
+    action: Annotated[Literal["list", "get", "check"], describe("list|get|check", ACTIONS)] = "list",
     names: Annotated[tuple[str, ...], describe("NAME ...", default="")] = (),
     /,
 ) -> int:
     """List task sequences and their datasets, download them, or check them.
 
-    Datasets are searched in the folder AGSCL_DATA, then in ~/.cache/agscl/data.
+    Datasets are looked up in the folder AGSCL_DATA, then in ~/.cache/agscl/data.
 
     Args:
-        action: list them; get downloads what is missing, and continues a download that was interrupted; check reads
-            every file.
-        names: Task sequences or datasets, e.g. cifar100 mnist. For check by default all on this machine.
+        names: Task sequences or datasets, e.g. cifar100 mnist. check without names takes all on this machine.
     """
     from agscl.cli.console import print_line
     from agscl.data.catalogue import DATASETS
@@ -38,7 +40,7 @@ def data(
         _list_datasets()
         return DONE
     if action == "get" and not names:
-        raise UsageError(f"name what to download: {_list_names()}")
+        raise UsageError(f"agscl data get needs names. Available: {_list_names()}")
     require_image_libraries()
     datasets = _find_datasets(names) if names else [name for name in DATASETS if find_dataset(name)]
     if not datasets and names:
@@ -86,7 +88,7 @@ def _list_datasets() -> None:
     for name, listed in SEQUENCES.items():
         missing = [dataset for dataset in listed.datasets if found[dataset] is None]
         by_hand = [dataset for dataset in missing if isinstance(DATASETS[dataset].source, str)]
-        how_to_get = f"no {', '.join(by_hand)}: docs/data.md" if by_hand else f"agscl data get {name}"
+        how_to_get = f"needs {', '.join(by_hand)}: docs/data.md" if by_hand else f"agscl data get {name}"
         table.add_row(name, listed.about, how_to_get if missing else "ready")
     console.print(table)
     console.print()
@@ -103,7 +105,7 @@ def _list_datasets() -> None:
             origin = dataset.source if isinstance(dataset.source, HubSource) else dataset.source[0].url.split("/")[2]
             table.add_row(name, f"{dataset.megabytes} MB", f"from {origin}")
     console.print(table)
-    print_line(f"\nsearched in {' and '.join(map(_shorten_path, data_folders()))}")
+    print_line(f"\nlooked in {' and '.join(map(_shorten_path, data_folders()))}")
 
 
 def _download(name: str) -> bool:

@@ -13,28 +13,34 @@ from agscl.cli.options import Runs, check_at_least_one, describe
 
 
 def inspect(
-    what: Annotated[str, describe("MODULE:FACTORY|NETWORK|RUN")],
+    what: Annotated[
+        str,
+        describe(
+            "MODULE:FACTORY|NETWORK|RUN",
+            "Your own model, as the function that makes it, e.g. mymodels:make: called without arguments, it returns "
+            "the model, or the model and an example input. Or a network of this library, e.g. alexnet. Or the name of "
+            "a finished run.",
+        ),
+    ],
     /,
     *,
-    tasks: Annotated[int | None, describe("N", default="(default: 10; of a run, its own)")] = None,
+    tasks: Annotated[int | None, describe("N", default="(default: 10; for a run, as many as it has)")] = None,
     input_shape: Annotated[tuple[int, ...], describe("N ...", default="")] = (),
     heads: Annotated[str | None, describe("MODULE", default="")] = None,
     exclude: Annotated[tuple[str, ...], describe("LAYER ...", default="")] = (),
     runs: Runs = Path("runs"),
 ) -> int:
-    """Show a model's nodes, what reads each, and how much each method stores.
+    """Show a model's nodes, which layers read them, and what each method stores.
 
     For a finished run: also what its method did store.
 
     Your model is taken as a trunk and gets a head, unless --heads names its own.
 
     Args:
-        what: Your own model, e.g. mymodels:make, a function without arguments that returns the model, or the model and
-            an example input. Or a network of this library, e.g. alexnet. Or the name of a finished run.
         tasks: Count the memory after this many tasks.
         input_shape: Shape of the example input without the batch, e.g. 3 32 32, if the function returns none.
         heads: Name of the module that holds your model's own heads, e.g. classifier.
-        exclude: Layers that are not nodes.
+        exclude: Names of layers to leave out of the nodes.
     """
     from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast_memory
     from agscl.cli.console import print_line

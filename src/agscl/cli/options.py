@@ -21,15 +21,16 @@ PRESETS_DEFAULT = "(default: the preset's)"
 
 BatchSize = Annotated[int | None, describe("N", "Examples per training step.", PRESETS_DEFAULT)]
 CheckpointEvery = Annotated[
-    float, describe("SECONDS", "Seconds between checkpoints within a task; the end of a task always writes one.")
+    float,
+    describe("SECONDS", "Seconds between checkpoints within a task; one is also written at the end of each task."),
 ]
 Device = Annotated[str, describe("DEVICE", "Device to train on, e.g. cpu or cuda.")]
 Epochs = Annotated[int | None, describe("N", "Epochs per task.", PRESETS_DEFAULT)]
 Fast = Annotated[
     bool,
     tyro.conf.arg(
-        help="Use the fastest settings of the device, which round differently: on a GPU bf16, channels last and "
-        "compiled; on a CPU channels last."
+        help="Use the fastest settings for the device; results differ by rounding. On a GPU: bf16, channels last, "
+        "compiled; on a CPU: channels last."
     ),
 ]
 Jobs = Annotated[
@@ -50,7 +51,8 @@ Tasks = Annotated[
     str | None,
     describe(
         "NAME",
-        "Another task sequence than the preset's: one of `agscl data list`, or your own data: folder:PATH, hub:NAME.",
+        "Task sequence to use instead of the preset's: a name from `agscl data list`, or your own data as folder:PATH "
+        "or hub:NAME.",
         PRESETS_DEFAULT,
     ),
 ]

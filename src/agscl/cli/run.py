@@ -42,12 +42,21 @@ NEWEST = "newest"
 
 
 def run(
-    preset: Annotated[str, describe("PRESET")] = "digits",
+    preset: Annotated[
+        str,
+        describe(
+            "PRESET",
+            "The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or "
+            "tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data get` downloads what they need.",
+        ),
+    ] = "digits",
     /,
     *,
     method: Annotated[str, describe("METHOD")] = "agscl",
     seed: Annotated[int, describe("N")] = 0,
-    name: Annotated[str | None, describe("NAME", default="(default: from preset, method, seed and changes)")] = None,
+    name: Annotated[
+        str | None, describe("NAME", default="(default: made from preset, method, seed and changes)")
+    ] = None,
     resume: Annotated[str | None, describe("[NAME]", default="")] = None,
     epochs: Epochs = None,
     batch_size: BatchSize = None,
@@ -67,8 +76,6 @@ def run(
     The same command continues an interrupted run.
 
     Args:
-        preset: The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or
-            tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data get` downloads what they need.
         method: The method to compare with fine-tuning; `agscl methods` lists them. finetune trains fine-tuning alone.
         seed: Seed of the tasks, the initial weights and the order of batches.
         name: Name of the run's folder in --runs.

@@ -38,7 +38,7 @@ def search(
     seed: Annotated[int, describe("N")] = 1000,
     seeds: Annotated[int, describe("N")] = 1,
     jobs: Jobs = None,
-    name: Annotated[str | None, describe("NAME", default="(default: from preset, method and changes)")] = None,
+    name: Annotated[str | None, describe("NAME", default="(default: made from preset, method and changes)")] = None,
     epochs: Epochs = None,
     only: Annotated[str | None, describe("NAME,NAME,...", default="(default: all that can be searched)")] = None,
     set: SetPairs = (),

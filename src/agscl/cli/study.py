@@ -28,13 +28,20 @@ from agscl.cli.options import (
 
 
 def study(
-    study: Annotated[str, describe("STUDY")],
+    study: Annotated[
+        str,
+        describe(
+            "STUDY",
+            "reinit: without the re-initialisations; tradeoff: plasticity and stability over λ, also for MAS and EWC; "
+            "rho: ρ from 0.1 to 0.5; prox: without proximal steps; aopc: do importances show which nodes matter?",
+        ),
+    ],
     preset: Preset = "digits",
     /,
     *,
     seeds: Seeds = 1,
     jobs: Jobs = None,
-    name: Annotated[str | None, describe("NAME", default="(default: from preset and changes)")] = None,
+    name: Annotated[str | None, describe("NAME", default="(default: made from preset and changes)")] = None,
     epochs: Epochs = None,
     set: SetPairs = (),
     tasks: Tasks = None,
@@ -49,8 +56,6 @@ def study(
     The same command continues where it stopped. Studies share their runs.
 
     Args:
-        study: reinit: without the re-initialisations; tradeoff: plasticity and stability over λ, also for MAS and EWC;
-            rho: ρ from 0.1 to 0.5; prox: without proximal steps; aopc: do importances show which nodes matter?
         name: Name of the folder in --runs that holds the runs of the studies.
         set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set agscl.lam=1000.
     """

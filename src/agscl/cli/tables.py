@@ -44,7 +44,7 @@ def print_run_summary(result: dict[str, Any], folder: Path) -> None:
     if "used_capacity" in outcome["statistics"][-1] and "nodes" in outcome["statistics"][-1]:
         console.print()
         console.print(_make_nodes_table(tasks, outcome["statistics"]))
-        print_line("frozen: important, and its weights did not change in this task")
+        print_line("frozen: important nodes whose weights did not change in this task")
         print_line("unchanged: all nodes whose weights did not change in this task, free ones too")
     if outcome["memory"]["bytes"]:
         console.print()

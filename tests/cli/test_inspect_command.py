@@ -1,0 +1,104 @@
+"""`agscl inspect`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from agscl.cli.main import main
+from agscl.experiments.config import configure
+from agscl.experiments.methods import METHODS
+from agscl.experiments.run import execute_run
+from agscl.runs import Run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nodes"),
+    [
+        (["own_models:mlp"], 9),
+        (["own_models:classifier", "--heads", "2"], 5),
+        (["own_models:with_example"], 4),
+        (["own_models:convolution", "--input-shape", "3", "8", "8"], 4),
+    ],
+)
+def test_inspect_prints_the_nodes_and_what_each_method_would_store(arguments, nodes, monkeypatch, capsys):
+    assert main(["inspect", *arguments]) == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.startswith("AGS-CL"))
+    assert str(nodes) in row.split()
+    assert "after 10 tasks" in shown
+    for each in METHODS.values():
+        assert each.bound or any(line.startswith(each.title) for line in shown.splitlines())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def counted(shown: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.rstrip().endswith(("B", "–", "×"))}
+
+
+def test_inspect_of_a_network_shows_what_each_method_stores_as_the_paper_counts_and_in_full(capsys):
+    assert main(["inspect", "eight", "--tasks", "8"]) == 0
+    shown = capsys.readouterr().out
+    rows = counted(shown)
+    assert rows["AGS-CL"] == ["9,344", "≤20,085,568", "9,344", "–", "–", "≤80.6", "MB"]
+    assert rows["EWC"] == ["20,085,568", "20,085,568", "–", "–", "–", "160.7", "MB"]
+    assert rows["RWALK"][:2] == ["40,171,136", "20,085,568"]
+    assert rows["HAT"][3] == "74,752"
+    assert "20,085,568        9,344   2,150 ×" in shown
+    assert "40,171,136        9,344   4,299 ×" in shown
+    assert "40,171,136  ≤20,104,256  ≥ 1.99 ×" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_inspect_of_alexnet_shows_9344_importances_against_57_million_in_one_command(capsys):
+    assert main(["inspect", "alexnet"]) == 0
+    shown = capsys.readouterr().out
+    rows = counted(shown)
+    assert rows["AGS-CL"][:3] == ["9,344", "≤57,003,840", "9,344"]
+    assert rows["EWC"][:2] == ["57,003,840", "57,003,840"]
+    assert "57,003,840        9,344   6,101 ×" in shown
+    assert "114,007,680        9,344  12,201 ×" in shown
+    assert "114,007,680  ≤57,022,528  ≥ 1.99 ×" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_inspect_of_a_finished_run_shows_what_it_stored_beside_every_method(finished, capsys):
+    assert main(["inspect", "quick"]) == 0
+    shown = capsys.readouterr().out
+    memory = json.loads((finished / "result.json").read_text())["methods"]["agscl"]["memory"]
+    (own,) = [line.split()[2:] for line in shown.splitlines() if line.startswith("this run ")]
+    assert own[:3] == [f"{memory[purpose]:,}" for purpose in ("importances", "anchors", "masks")]
+    assert "this run: AGS-CL, as it reported itself at its end" in shown
+    assert "after 5 tasks" in shown
+    rows = counted(shown)
+    assert rows["AGS-CL"][:2] == ["150", "≤8,350"]
+    assert rows["HAT"][2:4] == ["150", "750"]
+    everything = sum(memory[purpose] for purpose in ("importances", "anchors", "masks"))
+    assert rows["everything"][-4:] == ["16,700", f"{everything:,}", f"{16_700 / everything - 0.005:.2f}", "×"]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert main(["inspect", "runs/quick"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_inspect_of_a_run_takes_no_number_of_tasks_and_needs_a_finished_run(finished, tmp_path, monkeypatch, capsys):
+    assert main(["inspect", "quick", "--tasks", "3"]) == 2
+    assert "has learned 5 tasks, and its memory is counted after them" in capsys.readouterr().err
+    shutil.copytree(finished, tmp_path / "runs" / "half")
+    (tmp_path / "runs" / "half" / "result.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "half"]) == 2
+    assert "Finish it with: agscl run --resume half" in capsys.readouterr().err
+
+
+def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run:
+        execute_run(
+            configure("digits", method="separate", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1
+        )
+    assert main(["inspect", "quick"]) == 0
+    shown = capsys.readouterr().out
+    assert "separate, a bound" in shown
+    assert "this run" not in shown

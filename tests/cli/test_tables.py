@@ -1,0 +1,31 @@
+from agscl.cli.main import main
+from agscl.experiments.methods import METHODS
+
+
+def test_methods_lists_every_method_with_its_description_and_what_it_stores(capsys):
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, each in METHODS.items():
+        line = next(line for line in lines if line.split()[:1] == [name])
+        assert each.about.startswith(line.removeprefix(name).strip()[:30])
+    held = {line.split()[0]: line.split()[1:] for line in lines if line.endswith(("B", "–"))}
+    assert held["EWC"] == ["8,350", "8,350", "–", "–", "–", "66.8", "kB"]
+    assert held["HAT"] == ["–", "–", "150", "750", "–", "3.6", "kB"]
+    assert held["fine-tuning"] == ["–"] * 6
+    assert held["AGS-CL"][0] == "150"
+    assert max(map(len, lines)) <= 80
+
+
+def test_numbers_too_long_for_the_memory_table_are_shortened():
+    from agscl.analysis.memory import FORECASTS, Amount, LayerInputs, Outline, forecast_memory
+    from agscl.cli.console import console
+    from agscl.cli.tables import _make_memory_table
+
+    many, layers = Amount(4 * 10**9, 16 * 10**9), (LayerInputs(1, 10**5, (100,), 4),)
+    outline = Outline(weights=many, packed=many.numbers, groups=10**5, incoming=many, layers=layers)
+    kept = {name: forecast_memory(name, outline, 3) for name in FORECASTS}
+    with console.capture() as captured:
+        console.print(_make_memory_table("", kept))
+    assert "8,000.0 M" in captured.get()
+    assert "48.0 GB" in captured.get()
+    assert max(map(len, captured.get().splitlines())) <= 80

@@ -1,0 +1,167 @@
+"""`agscl verify`."""
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from agscl.cli.main import main
+from agscl.experiments.config import configure
+from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.verify import list_certificates
+from agscl.runs import Checkpoints, Run
+from commands import QUICK, finish_command, start_command
+
+
+@pytest.fixture(scope="module")
+def frozen_for_good(tmp_path_factory):
+    """A finished run whose certificates are all guaranteed."""
+    folder = tmp_path_factory.mktemp("guaranteed")
+    code, output = finish_command(start_command(folder, *QUICK, "--set", "lam=inf", "mu=20"))
+    assert code == 0, output
+    return folder
+
+
+@pytest.fixture
+def guaranteed(frozen_for_good, tmp_path, monkeypatch):
+    """A copy of it, to be tampered with."""
+    shutil.copytree(frozen_for_good, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / "quick"
+
+
+def verdict(capsys, run: str = "quick") -> tuple[int, list[str]]:
+    capsys.readouterr()
+    code = main(["verify", run])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def edit_certificate(run: Path, number: int, change) -> None:
+    path = run / "certificates" / f"{number:02d}.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_verify_ends_with_ok_on_an_untouched_run_and_finds_the_same_bits_on_the_probe(guaranteed, capsys):
+    code, lines = verdict(capsys)
+    assert code == 0
+    assert lines[-1].startswith("OK: everything guaranteed after each of 5 tasks is unchanged")
+    assert sum("outputs on the probe are bit-identical to those right after learning it" in line for line in lines) == 5
+
+
+def test_verify_fails_when_a_guaranteed_weight_moved(guaranteed, capsys):
+    checkpoints = Checkpoints(guaranteed / "checkpoints")
+    state = checkpoints.load()
+    task = json.loads((guaranteed / "result.json").read_text())["tasks"][0]
+    state["trainer"]["model"][f"heads.{task}.bias"] += 1
+    checkpoints.save(state)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert f"FAILED: the head of task {task!r} is not the certified one" in lines
+    assert lines[-1].startswith("FAILED: ")
+    assert any("outputs of task" in line for line in lines), "the second witness saw it too"
+
+
+def test_verify_fails_when_the_outputs_on_the_probe_are_not_those_of_a_guaranteed_certificate(guaranteed, capsys):
+    def forge(content):
+        (output,) = content["probe"]["outputs"].values()
+        output["data"] = base64.b64encode(bytes(len(base64.b64decode(output["data"])))).decode()
+
+    edit_certificate(guaranteed, 1, forge)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert any(line.startswith("FAILED: outputs of task") and "on the probe differ by up to" in line for line in lines)
+
+
+def test_verify_fails_when_the_last_checkpoint_is_damaged_and_the_one_before_is_intact(guaranteed, capsys):
+    newest = max((guaranteed / "checkpoints").glob("*.safetensors"))
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert any(line.startswith(f"FAILED: checkpoint {int(newest.stem)} is damaged") for line in lines)
+    assert lines[-1].startswith("FAILED: ")
+
+
+def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
+    path = guaranteed / "certificates" / "03.json"
+    path.write_text(path.read_text()[:100])
+    assert main(["verify", "quick"]) == 1
+    message = capsys.readouterr().err
+    assert "03.json is not a certificate: it is not JSON" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_a_channels_last_run_is_verified_in_channels_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for label in "abcd":
+        for number in range(6):
+            (tmp_path / "own" / label).mkdir(parents=True, exist_ok=True)
+            pixels = draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "own" / label / f"{number}.png")
+    words = ["--tasks", "folder:own", "--task-options", "classes_per_task=2", "size=32", "validation=0.2"]
+    assert main(["run", "cifar100", *words, "--epochs", "1", "--fast", "--name", "quick"]) == 0
+    code, lines = verdict(capsys)
+    assert (code, [line for line in lines if "FAILED" in line]) == (0, [])
+    assert any("bit-identical to those right after learning it" in line for line in lines)
+
+
+def test_in_a_different_environment_verify_does_not_require_equal_bits(guaranteed, capsys):
+    def elsewhere(content):
+        content["probe"]["environment"]["torch"] = "0.1"
+
+    for number in range(1, 6):
+        edit_certificate(guaranteed, number, elsewhere)
+    code, lines = verdict(capsys)
+    assert code == 0
+    assert any("computed in a different environment (torch 0.1 then" in line for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_verify_of_a_run_stopped_within_a_task_says_to_finish_it_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = configure("digits", method="agscl", epochs=1, reference=False)
+    steps = iter(range(10**6))
+    with Run(Path("runs/quick")) as run, pytest.raises(Interrupted):
+        execute_run(config, run, checkpoint_every=1e9, threads=1, should_stop=lambda: next(steps) > 25)
+    assert main(["verify", "quick"]) == 1
+    assert "is in the middle of task 3" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.parametrize(("method", "kept"), [("ewc", 1), ("packnet", 5), ("frozen", 5), ("separate", 5)])
+def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
+    method, kept, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run:
+        execute_run(configure("digits", method=method, epochs=1, reference=False), run, checkpoint_every=1e9, threads=1)
+    code, lines = verdict(capsys)
+    assert code == 0
+    assert lines[-1].startswith("OK: ")
+    assert sum("bit-identical to those right after learning it" in line for line in lines) == kept
+
+
+def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Run(Path("runs/quick")) as run:
+        execute_run(
+            configure("digits", method="joint", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1
+        )
+    assert main(["verify", "quick"]) == 1
+    assert "nothing is certified" in capsys.readouterr().err
+
+
+def test_certificates_of_more_than_a_hundred_tasks_are_listed_in_the_order_of_the_tasks(tmp_path):
+    (tmp_path / "certificates").mkdir()
+    for number in (1, 9, 10, 11, 99, 100, 101):
+        (tmp_path / "certificates" / f"{number:02d}.json").touch()
+    assert [int(path.stem) for path in list_certificates(tmp_path)] == [1, 9, 10, 11, 99, 100, 101]
