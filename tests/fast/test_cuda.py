@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
+from agscl.fast import fused_layers
 from agscl.fast.engine import GraphEngine, Pieces, make_engine
+from agscl.fast.fused_layers import FusedTrunk, compile_chain
 from agscl.methods._parts.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
 from agscl.runs.checkpoints import flatten_state, unflatten_state
@@ -400,6 +402,24 @@ def test_a_network_that_turns_out_to_be_torchs_to_compile_is_captured_all_the_sa
         pass
     assert not trainer.engine.trunk.fused
     assert trainer.losses[0][-1] < trainer.losses[0][0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_pass_compiles_no_kernel_that_was_not_compiled_before_it(monkeypatch, training):
+    knobs = pytest.importorskip("triton.knobs")
+    trunk = CifarTrunk().cuda().to(memory_format=torch.channels_last).train(training)
+    x = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(training):
+        compile_chain(trunk.conv, x)
+        compile_chain(trunk.dense, torch.empty(32, 128, 4, 4, device="cuda", dtype=torch.bfloat16))
+        compiled = []
+        monkeypatch.setattr(knobs.compilation, "listener", lambda **found: compiled.append(found["metadata"]["name"]))
+        with FusedTrunk(trunk).enabled():
+            monkeypatch.setattr(fused_layers, "compile_chain", lambda *_: None)
+            output = trunk(x)
+        if training:
+            output.float().sum().backward()
+    assert compiled == []
 
 
 @pytest.mark.parametrize("size", [256, 148])

@@ -1,19 +1,23 @@
 """Networks of plain layers: Triton kernels on a GPU, and their counterparts in plain torch."""
 
 import copy
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from agscl import fast
 from agscl.fast import conv3x3, fused_layers
 from agscl.fast.fused_layers import (
     FusedTrunk,
     LinearFunction,
     Link,
     LinkFunction,
+    compile_chain,
     link_backward,
     link_forward,
     run_chain,
@@ -271,3 +275,51 @@ def test_second_derivatives_are_refused():
         output = run_chain(trunk, x, set())
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(output.float().sum(), trunk[0].weight, create_graph=True)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels launched, by name, with shapes and dtypes: on a CPU, they compute nothing."""
+    found = set()
+
+    def record(name):
+        def launch(*args, **options):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            options = {key: value for key, value in options.items() if key != "seed_index"}
+            shapes = [(t.shape, t.dtype) for t in tensors if t.dtype != torch.long]  # seeds may be any number
+            found.add((name, tuple(shapes), tuple(options.items())))
+            if not tensors[-1].is_meta:
+                tensors[-1].zero_()  # or what comes after might be NaN
+
+        return launch
+
+    names = ["conv3x3_weight_grad", "conv_relu_input_forward", "conv_relu_input_backward"]
+    names += ["link_forward", "link_backward", "sum_partials"]
+    kernels = SimpleNamespace(
+        compiling_only=nullcontext, COMPILES_IN_PARALLEL=True, **{name: record(name) for name in names}
+    )
+    monkeypatch.setitem(sys.modules, "agscl.fast.triton_kernels", kernels)
+    monkeypatch.setattr(fast, "triton_kernels", kernels, raising=False)
+    for module in (conv3x3, fused_layers):
+        monkeypatch.setattr(module, "uses_triton", lambda x: True)
+        monkeypatch.setattr(module, "autocasts_bf16", lambda x: True)
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    return found
+
+
+@pytest.mark.parametrize("own_convolutions", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_kernels_compiled_in_advance_are_those_that_a_pass_launches(launches, training, own_convolutions):
+    trunk = cifar.CifarTrunk().to(**CHANNELS_LAST).train(training)
+    images = random_tensor(4, 3, 32, 32, dtype=torch.float32)
+    with torch.set_grad_enabled(training):
+        compile_chain(trunk.conv, images, own_convolutions)
+        compile_chain(trunk.dense, torch.empty(4, 128, 4, 4, dtype=torch.bfloat16), own_convolutions)
+        compiled = set(launches)
+        launches.clear()
+        with torch.autocast("cpu", torch.bfloat16), FusedTrunk(trunk, own_convolutions).enabled():
+            output = trunk(images)
+            if training:
+                output.sum().backward()
+    assert launches == compiled
+    assert len(launches) > 5

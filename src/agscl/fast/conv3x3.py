@@ -72,15 +72,20 @@ def supports_input(x: Tensor) -> bool:
         x.dim() != 4
         or not x.numel()
         or not x.is_contiguous(memory_format=torch.channels_last)
-        or (x.is_cuda and not HAS_TRITON)
+        or (uses_triton(x) and not HAS_TRITON)
     ):
         return False
     return x[:, 0].numel() * max(CHANNELS) < MAX_ELEMENTS and autocasts_bf16(x)
 
 
+def uses_triton(x: Tensor) -> bool:
+    """Whether our kernels run on `x`: on a GPU, or on the meta device, where they are compiled for one."""
+    return x.is_cuda or x.is_meta
+
+
 def autocasts_bf16(x: Tensor) -> bool:
     """Whether a layer that reads `x` computes in bfloat16."""
-    kind = x.device.type
+    kind = "cuda" if x.is_meta else x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return dtype == torch.bfloat16 and x.dtype != torch.float64
 
@@ -158,7 +163,7 @@ def refuse_double_backward() -> None:
 
 def sum_partials(partials: Tensor) -> Tensor:
     """(chunks, …) summed over chunks."""
-    if not partials.is_cuda or torch.compiler.is_compiling():
+    if not uses_triton(partials) or torch.compiler.is_compiling():
         return partials.sum(0)
     from agscl.fast import triton_kernels
 
@@ -212,7 +217,7 @@ def conv3x3_weight_grad(grad: Tensor, x: Tensor, chunks: int) -> Tensor:
     """(chunks, out, 3, 3, in) partial sums of the weight gradient of a convolution of `x`."""
     grad, x = to_channels_last(grad), to_channels_last(x)
     partials = _fake_weight_grad(grad, x, chunks)
-    if x.is_cuda:
+    if uses_triton(x):
         from agscl.fast import triton_kernels
 
         triton_kernels.conv3x3_weight_grad(grad, x, partials, weight_grad_tiling(grad.shape[1], x.shape[1]))
@@ -231,7 +236,7 @@ def conv_relu_input_forward(images: Tensor, weight: Tensor, bias: Tensor) -> Ten
     """ReLU of the convolution of images, in bfloat16."""
     images, weight = to_channels_last(images), to_channels_last(weight)
     y = _fake_conv_relu_input(images, weight, bias)
-    if images.is_cuda:
+    if uses_triton(images):
         from agscl.fast import triton_kernels
 
         triton_kernels.conv_relu_input_forward(images, weight, bias, y, block=IMAGE_BLOCK)
@@ -254,7 +259,7 @@ def conv_relu_input_backward(grad: Tensor, images: Tensor, y: Tensor, chunks: in
     """
     grad, images, y = to_channels_last(grad), to_channels_last(images), to_channels_last(y)
     weight_partials, bias_partials = _fake_conv_relu_input_backward(grad, images, y, chunks)
-    if images.is_cuda:
+    if uses_triton(images):
         from agscl.fast import triton_kernels
 
         triton_kernels.conv_relu_input_backward(grad, images, y, weight_partials, bias_partials, block=IMAGE_BLOCK)

@@ -23,13 +23,18 @@ from agscl.fast.conv3x3 import (
     MAX_ELEMENTS,
     Conv3x3Function,
     autocasts_bf16,
+    conv3x3_weight_grad,
     conv_relu_input,
+    conv_relu_input_backward,
+    conv_relu_input_forward,
     refuse_double_backward,
     sum_partials,
     supports_conv_relu_input,
     supports_input,
     supports_layer,
     to_channels_last,
+    uses_triton,
+    weight_grad_tiling,
 )
 from agscl.fast.forwards import replaced_forwards, runs_as_its_class
 from agscl.fast.max_pool import block_max, block_max_backward, pools_blocks
@@ -131,14 +136,21 @@ class FusedTrunk:
         self.chains = find_chains(network)
         self.layers = {link.layer for link in find_links(network)}
         self.fused_layers: set[nn.Module] = set()  # those that ran with our kernels so far
+        self._compiled_for: set[tuple[Any, ...]] = set()
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
         """Let calls of the trunk run with our kernels, but for chains that a user gave a forward or a hook."""
-        run = partial(run_chain, fused_layers=self.fused_layers, own_convolutions=self.own_convolutions)
         chains = [chain for chain in self.chains if all(map(runs_as_its_class, chain.modules()))]
-        with replaced_forwards({chain: partial(run, chain) for chain in chains}):
+        with replaced_forwards({chain: partial(self._run_chain, chain) for chain in chains}):
             yield
+
+    def _run_chain(self, chain: nn.Sequential, x: Tensor) -> Tensor:
+        case = (chain, chain.training, torch.is_grad_enabled(), x.shape[1:])
+        if x.is_cuda and case not in self._compiled_for:
+            compile_chain(chain, x, self.own_convolutions)
+            self._compiled_for.add(case)
+        return run_chain(chain, x, self.fused_layers, self.own_convolutions)
 
     @property
     def complete(self) -> bool:
@@ -177,7 +189,7 @@ def _is_conv_relu_input(link: Link, x: Tensor) -> bool:
 def _supports_link_input(link: Link, x: Tensor, own_convolutions: bool = True) -> bool:
     if isinstance(link.layer, nn.Linear):
         fits = x.is_floating_point() and x.dtype != torch.float64 and 0 < len(x) * MAX_LINEAR_OUTPUTS < MAX_ELEMENTS
-        return x.dim() == 2 and fits and (HAS_TRITON or not x.is_cuda)
+        return x.dim() == 2 and fits and (HAS_TRITON or not uses_triton(x))
     images = link.layer.in_channels in IMAGE_CHANNELS
     blocks = not any(side % link.pool_size for side in x.shape[2:])
     return not (images and own_convolutions) and supports_input(x) and blocks
@@ -201,6 +213,44 @@ def _round_to_bf16(weights: Sequence[Tensor]) -> list[Tensor]:
             targets, sources = concat_pieces(split_pieces(PIECES, rounded, weights))
             torch._foreach_copy_(targets, sources)
     return rounded
+
+
+def compile_chain(chain: nn.Sequential, x: Tensor, own_convolutions: bool = True) -> None:
+    """Compile all kernels of a pass on `x` in parallel; during the pass they would be compiled one after the other."""
+    from agscl.fast import triton_kernels
+
+    if not triton_kernels.COMPILES_IN_PARALLEL:
+        return
+    with triton_kernels.compiling_only():
+        x = torch.empty_like(x, device="meta")
+        for part in split_into_links(chain):
+            if not isinstance(part, Link):
+                x = part(x)
+            elif _is_conv_relu_input(part, x) or _supports_link_input(part, x, own_convolutions):
+                x = _compile_link(part, x, own_convolutions)
+            else:
+                break
+
+
+def _compile_link(link: Link, x: Tensor, own_convolutions: bool) -> Tensor:
+    """Call all functions that launch kernels of a link, with tensors on the meta device; the output's shape counts."""
+    layer: Any = link.layer
+    bias = torch.empty_like(layer.bias, device="meta")
+    trains = torch.is_grad_enabled()
+    if own_convolutions and _is_conv_relu_input(link, x):
+        z: Tensor = conv_relu_input_forward(x, torch.empty_like(layer.weight, device="meta"), bias)
+        for partials in conv_relu_input_backward(z, x, z, IMAGE_CHUNKS) if trains else ():
+            sum_partials(partials)
+        return z
+    y = _to_layout(x.new_empty((len(x), len(bias), *x.shape[2:]), dtype=torch.bfloat16))
+    z, argmax = link_forward(y, bias, link.pool_size, link.dropout, x.new_empty(1, dtype=torch.long), 0)
+    if trains:
+        saved = argmax if stores_argmax(link.pool_size, link.dropout) else z  # as `LinkFunction` does
+        sum_partials(link_backward(z, saved, argmax, link.pool_size, link.dropout)[1])
+    if trains and own_convolutions and isinstance(layer, nn.Conv2d):
+        chunks = weight_grad_tiling(layer.out_channels, layer.in_channels).chunks
+        sum_partials(conv3x3_weight_grad(y, x.to(torch.bfloat16), chunks))
+    return z
 
 
 class LinearFunction(torch.autograd.Function):
@@ -259,7 +309,7 @@ def link_forward(
     z = torch.empty_like(z, memory_format=torch.channels_last if z.dim() == 4 else torch.contiguous_format)
     stored = stores_argmax(pool_size, dropout)
     argmax = torch.empty_like(z, dtype=torch.uint8) if stored else z.new_empty(0, dtype=torch.uint8)
-    if y.is_cuda:
+    if uses_triton(y):
         from agscl.fast import triton_kernels
 
         triton_kernels.link_forward(
@@ -284,7 +334,7 @@ def link_backward(grad: Tensor, z: Tensor, argmax: Tensor, pool_size: int, dropo
     """
     grad = _to_layout(grad)
     bias_partials = z.new_empty((min(BIAS_CHUNKS, z.numel() // z.shape[1]), z.shape[1]), dtype=torch.float32)
-    if z.is_cuda:
+    if uses_triton(z):
         from agscl.fast import triton_kernels
 
         sides = [pool_size * side for side in z.shape[2:]]

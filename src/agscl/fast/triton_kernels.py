@@ -6,6 +6,11 @@ batch sizes is therefore no such argument, and not specialised on either (`do_no
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -17,6 +22,36 @@ if TYPE_CHECKING:
 
 TILE = 1024
 """Elements that a program of an elementwise kernel computes at a time: eight for each of its threads."""
+COMPILE_THREADS = min(8, os.cpu_count() or 1)
+"""Threads in which kernels are compiled; a fifth of that work is Python's, which more threads would not speed up."""
+COMPILES_IN_PARALLEL = hasattr(triton, "AsyncCompileMode")
+"""Whether Triton can compile several kernels at a time; versions before 3.4 cannot."""
+
+
+# Launching and compiling ----------------------------------------------------------------------------------------------
+
+_compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Let the functions below compile their kernels, in parallel, instead of launching them.
+
+    Tensors may then be on the meta device. A kernel that cannot be compiled raises its error when it is launched.
+    """
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        token = _compiles_only.set(True)
+        try:
+            yield
+        finally:
+            _compiles_only.reset(token)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    if _compiles_only.get():
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        kernel[grid](*args, **options)
 
 
 # Weight gradient of a 3 × 3 convolution -------------------------------------------------------------------------------
@@ -70,10 +105,20 @@ def conv3x3_weight_grad(grad: Tensor, x: Tensor, partials: Tensor, tiling: Tilin
     """Fill `partials` (chunks, out, 3, 3, in), whose sum over chunks is the weight gradient of a convolution of `x`."""
     examples, out_channels, height, width = grad.shape
     pixel_count = examples * height * width
-    launch: Any = _conv3x3_weight_grad[(len(partials), 3 if tiling.row else 9)]
+    grid = (len(partials), 3 if tiling.row else 9)
     counts = (pixel_count, _chunk_size(pixel_count, len(partials), tiling.block))
     constants = (height, width, x.shape[1], out_channels, tiling.row, tiling.block)
-    launch(grad, x, partials, *counts, *constants, num_warps=tiling.warps, num_stages=tiling.stages)
+    _launch(
+        _conv3x3_weight_grad,
+        grid,
+        grad,
+        x,
+        partials,
+        *counts,
+        *constants,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
 
 
 # ReLU of a 3 × 3 convolution of images --------------------------------------------------------------------------------
@@ -131,9 +176,9 @@ def conv_relu_input_forward(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, 
     """Fill `y` (examples, out, height, width) with ReLU of a convolution of `x`, which has at most three channels."""
     examples, channels, height, width = x.shape
     pixel_count = examples * height * width
-    launch: Any = _conv_relu_input_forward[(-(-pixel_count // block),)]
+    grid = (-(-pixel_count // block),)
     constants = (height, width, channels, len(weight), _im2col_columns(channels), block)
-    launch(x, weight, bias, y, pixel_count, *constants, num_warps=4)
+    _launch(_conv_relu_input_forward, grid, x, weight, bias, y, pixel_count, *constants, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["pixel_count", "chunk_size"])  # type: ignore[untyped-decorator]
@@ -175,10 +220,22 @@ def conv_relu_input_backward(
     """Fill the partial sums of the gradients of weight, (chunks, out, 3, 3, in), and bias, (chunks, out)."""
     examples, channels, height, width = x.shape
     pixel_count, out_channels = examples * height * width, grad.shape[1]
-    launch: Any = _conv_relu_input_backward[(len(weight_partials),)]
+    grid = (len(weight_partials),)
     counts = (pixel_count, _chunk_size(pixel_count, len(weight_partials), block))
     constants = (height, width, channels, out_channels, _im2col_columns(channels), block)
-    launch(grad, x, y, weight_partials, bias_partials, *counts, *constants, num_warps=4, num_stages=2)
+    _launch(
+        _conv_relu_input_backward,
+        grid,
+        grad,
+        x,
+        y,
+        weight_partials,
+        bias_partials,
+        *counts,
+        *constants,
+        num_warps=4,
+        num_stages=2,
+    )
 
 
 def _im2col_columns(channels: int) -> int:
@@ -249,9 +306,9 @@ def link_forward(
     """Fill `z` and, with pooling or dropout, `argmax`: see `fused_layers.link_forward`."""
     pixel_count, width, channels = _count_pixels(z)
     channel_tile, block = _tile(channels)
-    launch: Any = _link_forward[(-(-pixel_count // block),)]
+    grid = (-(-pixel_count // block),)
     constants = (width, channels, channel_tile, pool_size, dropout, block)
-    launch(y, bias, seeds, z, argmax, pixel_count, seed_index, *constants, num_warps=4)
+    _launch(_link_forward, grid, y, bias, seeds, z, argmax, pixel_count, seed_index, *constants, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["pixel_count", "chunk_size"])  # type: ignore[untyped-decorator]
@@ -300,10 +357,10 @@ def link_backward(
     """Fill `y_grad`, and `bias_partials` (chunks, channels), whose sum is the gradient of the bias."""
     pixel_count, width, channels = _count_pixels(z)
     channel_tile, block = _tile(channels)
-    launch: Any = _link_backward[(len(bias_partials),)]
+    grid = (len(bias_partials),)
     counts = (pixel_count, _chunk_size(pixel_count, len(bias_partials), block))
     constants = (width, channels, channel_tile, pool_size, dropout, block)
-    launch(grad, z, argmax, y_grad, bias_partials, *counts, *constants, num_warps=4)
+    _launch(_link_backward, grid, grad, z, argmax, y_grad, bias_partials, *counts, *constants, num_warps=4)
 
 
 # Partial sums ---------------------------------------------------------------------------------------------------------
@@ -324,8 +381,8 @@ def sum_partials(partials: Tensor, result: Tensor) -> None:
     """Fill `result` (…) with the sum of `partials` (count, …) over the first dimension."""
     count, length = len(partials), result.numel()
     rows, columns = min(512, 1 << (count - 1).bit_length()), 16 if length <= 256 else 32
-    launch: Any = _sum_partials[(-(-length // columns),)]
-    launch(partials, result, count, length, rows, columns, num_warps=8)
+    grid = (-(-length // columns),)
+    _launch(_sum_partials, grid, partials, result, count, length, rows, columns, num_warps=8)
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
