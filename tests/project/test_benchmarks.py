@@ -75,3 +75,41 @@ def test_variants_are_held_against_the_papers_form_on_the_same_seeds(benchmark, 
     for row in rows.values():
         gain = row["average_accuracy"]["mean"] - rows[names[0], best]["average_accuracy"]["mean"]
         assert row["gain"]["mean"] == pytest.approx(gain)
+
+
+def test_each_piece_of_the_fast_path_is_timed_with_and_without(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
+    fast_pieces = importlib.import_module("fast_pieces")
+    monkeypatch.setattr(importlib.import_module("agscl.fast.engine"), "PIECES", None)  # which a run sets
+    caches = []
+
+    def run_here(name, device, epochs, tiny, cache):  # a process each would take a minute
+        caches.append(cache)
+        if name == "no channels last":
+            return {"failed": "out of memory"}
+        return {"process_seconds": 1.0 + len(caches), **fast_pieces.run_once(name, device, epochs, tiny)}
+
+    monkeypatch.setattr(fast_pieces, "run_process", run_here)
+    out = tmp_path / "pieces.json"
+    names = ["no CUDA graphs", "plain engine", "no channels last"]
+    words = ["--tiny", "--device", "cpu", "--repeats", "2", "--only", *names, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["fast_pieces", *words])
+    fast_pieces.main()
+    found = json.loads(out.read_text())
+    assert list(found["variants"]) == list(found["first_start"]) == ["all pieces", *names]
+    assert len(set(caches)) == 4, "each variant has a cache of its own"
+    whole, uncaptured, plain, failed = found["variants"].values()
+    assert whole["times_as_long"]["median"] == 1
+    assert len(plain["runs"]) == 2
+    assert uncaptured["variant"]["pieces"] == {"cuda_graphs": False}
+    assert failed["failed"] == ["out of memory"] * 2
+    assert "times_as_long" not in failed
+    accuracies = {run["average_accuracy"] for name in names[:2] for run in found["variants"][name]["runs"]}
+    assert len(accuracies) == 1, "on a CPU all of them compute the same"
+
+
+@pytest.mark.slow
+def test_a_piece_is_timed_in_a_process_of_its_own(tmp_path):
+    words = ["--tiny", "--device", "cpu", "--repeats", "1", "--only", "all pieces", "--out", str(tmp_path / "out.json")]
+    subprocess.run([sys.executable, "benchmarks/fast_pieces.py", *words], cwd=HOME, check=True, capture_output=True)
+    assert json.loads((tmp_path / "out.json").read_text())["first_start"]["all pieces"]["process_seconds"] > 0
