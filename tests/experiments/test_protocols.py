@@ -9,10 +9,9 @@ from agscl import FineTune, MultiHead, tasks
 from agscl.experiments.build import build_trainer
 from agscl.experiments.config import configure
 from agscl.experiments.methods import METHODS
-from agscl.experiments.presets import PRESETS
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.methods._parts.lifecycle import Method
-from agscl.runs import WrongOptions, hash_state
+from agscl.runs import hash_state
 from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
@@ -171,43 +170,3 @@ def test_the_methods_come_in_the_order_of_the_papers_table_and_each_says_what_it
     for each in METHODS.values():
         assert each.about.endswith(".")
         assert issubclass(each.load(), Method) != each.bound
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", METHODS)
-def test_every_preset_has_settings_that_every_method_takes(preset, name):
-    config = configure(preset, method=name, seed=3)
-    assert config.training == PRESETS[preset].training
-    assert config.settings.get("seed", 3) == 3
-
-
-def test_omniglots_settings_are_the_form_behind_the_papers_table():
-    settings = PRESETS["omniglot5"].methods
-    for name in ("ewc", "si", "rwalk", "mas", "hat"):
-        paper = dict(METHODS[name].load().paper)
-        assert {key: settings[name][key] for key in paper} == paper
-        assert set(settings[name]) - set(paper) <= {"lam", "c"}
-
-
-def test_changes_are_checked_by_name_and_value():
-    config = configure("digits", method="ewc", epochs=3, lam=7.0, patience=2)
-    assert (config.training.epochs, config.training.patience, config.settings["lam"]) == (3, 2, 7.0)
-    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. Its settings: batchnorm, steady, lam"):
-        configure("digits", method="ewc", mu=3.0)
-    with pytest.raises(ValueError, match="lam must be"):
-        configure("digits", method="ewc", lam=-1.0)
-    with pytest.raises(ValueError, match=r"no method is called 'nosuch'. There are: agscl"):
-        configure("digits", method="nosuch")
-
-
-def test_a_task_whose_inputs_the_network_cannot_read_is_named_before_anything_is_trained():
-    config = configure("tinyimagenet32", method="finetune")
-    y = torch.tensor([0, 1])
-
-    def task(name, *shape):
-        x = torch.zeros(2, *shape)
-        return Task(name, 2, x, y, x, y, x, y)
-
-    build_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 3, 32, 32)))
-    with pytest.raises(WrongOptions, match=r"expects inputs of 3 × 32 × 32, .*task 'b' .* are 1 × 28 × 28"):
-        build_trainer(config, "finetune", (task("a", 3, 32, 32), task("b", 1, 28, 28)))

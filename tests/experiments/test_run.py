@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from agscl.experiments import run as run_module
-from agscl.experiments.config import choose_threads, configure
+from agscl.experiments.config import configure
 from agscl.experiments.run import Interrupted, execute_run
 from agscl.runs import DifferentConfig, Run
 from agscl.runs.events import read_events
@@ -90,12 +90,3 @@ def test_progress_within_an_epoch_is_reported_and_not_logged(tmp_path, monkeypat
     assert len(set(steps)) > 10, "more than the ends of five epochs"
     logged = {event["event"] for event in read_events(tmp_path / "run" / "events.jsonl")}
     assert logged == {"task started", "epoch", "task ended"}
-
-
-@pytest.mark.parametrize(
-    ("preset", "device", "threads"),
-    [("digits", "cpu", 1), ("tinyimagenet32", "cpu", None), ("tinyimagenet32", "cuda:1", 1)],
-)
-def test_a_run_on_a_gpu_uses_one_cpu_thread_and_others_what_the_preset_says(preset, device, threads):
-    config = replace(configure(preset, method="agscl"), device=device)  # which need not be there
-    assert choose_threads(config) == threads

@@ -76,20 +76,20 @@ def compare(
         else:
             names = [method for method in methods.split(",") if listed(method)]
     seeds = chosen.seeds if seeds is None else seeds
-    of_training, of_methods = parse_settings_of_methods(list(dict.fromkeys([*names, REFERENCE])), set)
+    training_settings, method_settings = parse_settings_of_methods(list(dict.fromkeys([*names, REFERENCE])), set)
     changes = collect_changes(
         {"epochs": epochs, "batch_size": batch_size, "lr": lr},
-        of_training,
+        training_settings,
         device=device,
         fast=fast,
         tasks=tasks,
         task_options=task_options,
     )
-    folder = runs / (name or choose_folder_name(f"compare-{preset}", device, changes | of_methods))
+    folder = runs / (name or choose_folder_name(f"compare-{preset}", device, changes | method_settings))
     check_group_folder(folder, runs, "comparison")
     check_at_least_one("--seeds", seeds)
     with value_errors_as_usage_errors():
-        plan = plan_comparison(preset, names, seeds, folder, settings=of_methods, device=device, **changes)
+        plan = plan_comparison(preset, names, seeds, folder, settings=method_settings, device=device, **changes)
     print_finished_count(plan, folder)
     errors = run_jobs_with_progress(plan, jobs, checkpoint_every)
     if collected := collect_comparison(plan):

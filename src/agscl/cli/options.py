@@ -110,21 +110,22 @@ def parse_settings_of_methods(
     from agscl.experiments.config import list_settings
     from agscl.experiments.methods import METHODS, REFERENCE
 
-    of_methods: dict[str, dict[str, Any]] = {}
-    of_training = []
+    method_settings: dict[str, dict[str, Any]] = {}
+    training_pairs = []
     for pair in pairs:
         key = pair.partition("=")[0]
         method, dot, _ = key.partition(".")
         if dot:
             if method not in methods:
                 raise UsageError(f"--set {pair}: {method!r} is not one of the methods here: {', '.join(methods)}")
-            of_methods[method] = of_methods.get(method, {}) | parse_settings(method, [pair.removeprefix(f"{method}.")])
+            settings = parse_settings(method, [pair.removeprefix(f"{method}.")])
+            method_settings.setdefault(method, {}).update(settings)
         else:
             owners = [name for name in methods if key in METHODS[name].settings]
             if owners and key not in list_settings(REFERENCE):
                 raise UsageError(f"--set {pair}: name the method, e.g. --set {owners[0]}.{pair}")
-            of_training.append(pair)
-    return parse_settings(REFERENCE, of_training), of_methods
+            training_pairs.append(pair)
+    return parse_settings(REFERENCE, training_pairs), method_settings
 
 
 def parse_task_options(pairs: Sequence[str]) -> dict[str, Any]:

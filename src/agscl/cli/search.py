@@ -105,5 +105,5 @@ def search(
     words += ["--task-options", *task_options] if task_options else []
     words += ["--device", device] if device != "cpu" else []
     words += ["--fast"] if fast else []
-    print_line(shlex.join([*make_run_command(preset, method, best.settings), *words]))
+    print_line(f"run the best: {shlex.join([*make_run_command(preset, method, best.settings), *words])}")
     return DONE

@@ -66,15 +66,15 @@ def study(
 
     with value_errors_as_usage_errors():
         methods = list_methods(study)
-    of_training, of_methods = parse_settings_of_methods(methods, set)
+    training_settings, method_settings = parse_settings_of_methods(methods, set)
     changes = collect_changes(
-        {"epochs": epochs}, of_training, device=device, fast=fast, tasks=tasks, task_options=task_options
+        {"epochs": epochs}, training_settings, device=device, fast=fast, tasks=tasks, task_options=task_options
     )
-    folder = runs / (name or choose_folder_name(f"study-{preset}", device, changes | of_methods))
+    folder = runs / (name or choose_folder_name(f"study-{preset}", device, changes | method_settings))
     check_group_folder(folder, runs, "study")
     check_at_least_one("--seeds", seeds)
     with value_errors_as_usage_errors():
-        lines = plan_study(preset, study, seeds, folder, settings=of_methods, device=device, **changes)
+        lines = plan_study(preset, study, seeds, folder, settings=method_settings, device=device, **changes)
     plan = [job for line in lines for job in line.jobs]
     print_finished_count(plan, folder)
     errors = run_jobs_with_progress(plan, jobs, checkpoint_every)
