@@ -43,7 +43,7 @@ def run_jobs_with_progress(plan: Sequence[Job], processes: int | None, checkpoin
         def on_job_end(job: Job, outcome: JobOutcome) -> None:
             title = METHODS[job.config.method].title
             for warning in outcome.warnings:  # almost the same for each seed: show it once
-                notes.setdefault(f"{title} {re.sub('[0-9.e-]+', '', warning)}", f"Note on {job}: {warning}")
+                notes.setdefault(f"{title} {re.sub('[0-9.e-]+', '', warning)}", f"Note ({job}): {warning}")
             if outcome.error is not None:
                 errors[str(job)] = outcome.error
             progress.show_end(job, "failed" if outcome.error is not None else _describe_result(job))

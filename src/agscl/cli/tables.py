@@ -174,7 +174,7 @@ def print_study(lines: Sequence[Mapping[str, Any]]) -> None:
 def print_aopc(seeds: Mapping[str, Any]) -> None:
     """The end of `agscl study aopc`: the area over the curve up to some shares of the nodes."""
     table = make_table(
-        "Accuracy lost on average while this share of the nodes is pruned, points (AOPC)",
+        "AOPC: mean accuracy loss in points, by share of nodes pruned",
         "after task",
         "seed",
         "order",
@@ -276,7 +276,7 @@ def _list_memory_notes(by_title: Mapping[str, Memory]) -> list[str]:
     if others:
         notes.append(f"other: {'; '.join(f'{purpose} ({_join_titles(titles)})' for purpose, titles in others.items())}")
     if any(memory.counts.get(purpose) for memory in by_title.values() for purpose in memory.upper_bounds):
-        notes.append("≤: an upper bound, as it depends on training; all else is exact")
+        notes.append("≤: an upper bound, the number depends on training; all others are exact")
     if any(memory.counts.get("digests") for memory in by_title.values()):
         notes.append("a mask entry counts as one number; bytes include the digests of certificates")
     return notes
