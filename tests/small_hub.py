@@ -12,6 +12,11 @@ REVISION = "5eed" * 10
 PARQUET_BRANCH = "refs%2Fconvert%2Fparquet"
 
 
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *args: object) -> None:
+        """A client that closes its connection early is no error here."""
+
+
 @dataclass
 class SmallHub:
     """Files of datasets and models are redirected to another host name, as the hub does with large files."""
@@ -63,7 +68,7 @@ class SmallHub:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = QuietServer(("127.0.0.1", 0), Handler)
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)

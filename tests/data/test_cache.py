@@ -15,7 +15,7 @@ import pytest
 
 import small_images
 from agscl import tasks
-from agscl.data import cache, images, sources
+from agscl.data import cache, decoding, encoded_images
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def cifar100(data):
 def decoded(monkeypatch):
     """An entry for each image that was decoded."""
     count = []
-    decode = images.ImageDecoder.decode
+    decode = decoding.ImageDecoder.decode
     monkeypatch.setattr(
-        images.ImageDecoder, "decode", lambda decoder, encoded: count.append(1) or decode(decoder, encoded)
+        decoding.ImageDecoder, "decode", lambda decoder, encoded: count.append(1) or decode(decoder, encoded)
     )
     return count
 
@@ -57,7 +57,9 @@ def test_images_are_decoded_once(decoded):
 @pytest.mark.usefixtures("cifar100")
 def test_a_file_that_was_decoded_is_not_opened_again_for_its_labels(monkeypatch):
     first = tasks.load("cifar100", seed=0)
-    monkeypatch.setattr(sources.ParquetSource, "_parquet_files", property(lambda _: pytest.fail("it was opened")))
+    monkeypatch.setattr(
+        encoded_images.ParquetImages, "_parquet_files", property(lambda _: pytest.fail("it was opened"))
+    )
     again = tasks.load("cifar100", seed=0)
     assert [task.checksum() for task in again] == [task.checksum() for task in first]
 

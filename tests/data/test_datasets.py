@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +11,7 @@ from agscl import tasks
 from agscl.cli import main as cli
 from agscl.data import catalogue
 from agscl.data.check import check_dataset
-
-DATA = Path(os.environ.get("AGSCL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+from real_data import REAL_DATA, needs_dataset
 
 
 def test_a_check_finds_undecodable_images_missing_classes_and_wrong_counts(data, capsys):
@@ -101,9 +98,9 @@ def test_wrong_use_says_what_is_possible(arguments, capsys):
     assert capsys.readouterr().err.startswith("agscl: ")
 
 
-@pytest.mark.skipif(not (DATA / "notmnist").is_dir(), reason="needs notmnist in the folder AGSCL_DATA")
+@needs_dataset("notmnist")
 def test_real_data_passes_the_check(monkeypatch, data, capsys):
-    monkeypatch.setenv("AGSCL_DATA", str(DATA))
+    monkeypatch.setenv("AGSCL_DATA", str(REAL_DATA))
     assert cli.main(["data", "check", "notmnist"]) == 0
     assert capsys.readouterr().out == "notmnist: OK; 10 classes; images: train 15,915, test 2,809\n"
 

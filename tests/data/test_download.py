@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import time
 import zipfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,15 +23,14 @@ from agscl.cli import main as cli
 from agscl.data import catalogue, download
 from agscl.data.convert import TINY_IMAGENET_CLASSES, convert_omniglot
 from agscl.data.datasets import open_split
+from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.download import download_files, download_hub_dataset, lock_folder
+from agscl.data.encoded_images import ParquetImages
 from agscl.data.errors import DataError, DownloadFailed
 from agscl.data.hub import list_parquet_files
-from agscl.data.images import ImageDecoder, decode_images
 from agscl.data.manifest import Manifest, read_manifest, write_manifest
-from agscl.data.sources import ParquetSource
+from real_data import REAL_DATA, needs_dataset
 from small_hub import REVISION
-
-DATA = Path(os.environ.get("AGSCL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def put_on_hub(small_hub, name, classes, train=2, test=1, **options):
@@ -303,10 +300,10 @@ class TestCommand:
         assert (data / "mnist" / "train.parquet").read_bytes() == content
         assert f"bytes={len(content) // 2}-" in small_hub.transfers()
 
-    @pytest.mark.skipif(not (DATA / "omniglot").is_dir(), reason="needs omniglot/all.parquet in the folder AGSCL_DATA")
+    @needs_dataset("omniglot")
     def test_the_archives_give_the_same_table_as_the_real_file(self, tmp_path):
         """The archives' own layout, filled from the real file."""
-        real = small_images.parquet.read_table(DATA / "omniglot" / "all.parquet")
+        real = small_images.parquet.read_table(REAL_DATA / "omniglot" / "all.parquet")
         names = json.loads(real.schema.metadata[b"huggingface"])["info"]["features"]["alphabet"]["names"]
         rows = real.to_pylist()[::7]
         paths = [tmp_path / "images_background.zip", tmp_path / "images_evaluation.zip"]
@@ -340,19 +337,19 @@ class TestCommand:
         assert cli.main(["data", "get", "tinyimagenet32"]) == 0
         stored = sorted(path.name for path in (data / "tinyimagenet32").glob("[!.]*"))
         assert stored == ["source.json", "test.parquet", "train.parquet"]
-        source = open_split("tinyimagenet32", "train")
-        assert source.read_value_names("label") == wanted
-        assert np.bincount(source.read_column("label")).tolist() == [2] * 100
-        small = decode_images(source, ImageDecoder(32))
-        expected = [names.index(wanted[label]) for label in source.read_column("label")]
+        stored_images = open_split("tinyimagenet32", "train")
+        assert stored_images.read_value_names("label") == wanted
+        assert np.bincount(stored_images.read_column("label")).tolist() == [2] * 100
+        small = decode_images(stored_images, ImageDecoder(32))
+        expected = [names.index(wanted[label]) for label in stored_images.read_column("label")]
         assert np.abs(small.mean((1, 2, 3)) - expected).max() < 3
         assert len(tasks.load("tinyimagenet32", seed=0)) == 10
 
-    @pytest.mark.skipif(not (DATA / "tinyimagenet32").is_dir(), reason="needs tinyimagenet32 in the folder AGSCL_DATA")
+    @needs_dataset("tinyimagenet32")
     def test_its_classes_are_those_of_the_file_that_was_measured_on(self):
         (names,) = {
-            tuple(name.split()[0] for name in ParquetSource("tiny", (path,)).read_value_names("label"))
-            for path in (DATA / "tinyimagenet32").glob("*.parquet")
+            tuple(name.split()[0] for name in ParquetImages("tiny", (path,)).read_value_names("label"))
+            for path in (REAL_DATA / "tinyimagenet32").glob("*.parquet")
         }
         assert list(names) == [f"n{number}" for number in TINY_IMAGENET_CLASSES.split()]
 

@@ -8,7 +8,7 @@ import torch
 
 import small_images
 from agscl import tasks
-from agscl.data.images import ImageDecoder
+from agscl.data.decoding import ImageDecoder
 from agscl.tasks import cub200
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,14 @@ from agscl import tasks
 from agscl.experiments.build import build_model
 from agscl.experiments.config import configure
 from agscl.training import Trainer
+from real_data import REAL_DATA, needs_dataset
 
-DATA = Path(os.environ.get("AGSCL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-@pytest.mark.skipif(not (DATA / "omniglot").is_dir(), reason="needs omniglot/all.parquet in the folder AGSCL_DATA")
+@needs_dataset("omniglot")
 def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(monkeypatch, tmp_path):
-    monkeypatch.setenv("AGSCL_DATA", str(DATA))
+    monkeypatch.setenv("AGSCL_DATA", str(REAL_DATA))
     monkeypatch.setenv("AGSCL_CACHE", str(tmp_path))
     config = configure("omniglot5", method="agscl", seed=0, epochs=3, lam=math.inf, mu=170.0)
     sequence = tasks.load("omniglot", seed=0, alphabets=2)
@@ -47,12 +46,12 @@ def test_two_alphabets_with_everything_frozen_keep_every_bit_of_the_old_logits(m
     assert trainer.accuracies[1][0] == trainer.accuracies[0][0]
 
 
-@pytest.mark.skipif(not (DATA / "omniglot").is_dir(), reason="needs omniglot/all.parquet in the folder AGSCL_DATA")
+@needs_dataset("omniglot")
 def test_drawings_and_split_are_those_of_the_measured_runs(monkeypatch, tmp_path):
     """Computed here from the file itself, as it was when the runs in results/ were made."""
-    monkeypatch.setenv("AGSCL_DATA", str(DATA))
+    monkeypatch.setenv("AGSCL_DATA", str(REAL_DATA))
     monkeypatch.setenv("AGSCL_CACHE", str(tmp_path))
-    table = parquet.read_table(DATA / "omniglot" / "all.parquet")
+    table = parquet.read_table(REAL_DATA / "omniglot" / "all.parquet")
     for _ in ("decoded", "from the cache"):
         for alphabet, task in enumerate(tasks.load("omniglot", seed=3, alphabets=2)):
             rows = np.flatnonzero(np.asarray(table.column("alphabet")) == alphabet)

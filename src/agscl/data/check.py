@@ -9,9 +9,9 @@ import numpy as np
 
 from agscl.data.catalogue import DATASETS
 from agscl.data.datasets import find_dataset, open_split, read_labels
+from agscl.data.decoding import ImageDecoder, find_undecodable
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
-from agscl.data.images import ImageDecoder, find_undecodable
 from agscl.data.manifest import read_manifest
 
 
@@ -31,17 +31,17 @@ def check_dataset(name: str) -> DatasetReport:
     problems: list[str] = []
     try:
         for split in dataset.splits:
-            source = open_split(name, split)
-            problems += find_undecodable(source, ImageDecoder(32))
+            images = open_split(name, split)
+            problems += find_undecodable(images, ImageDecoder(32))
             if dataset.label_columns:
-                columns = [source.read_column(column) for column in dataset.label_columns]
+                columns = [images.read_column(column) for column in dataset.label_columns]
                 _, labels = np.unique(columns, axis=1, return_inverse=True)
             else:
-                labels = read_labels(source, dataset.classes)
+                labels = read_labels(images, dataset.classes)
             counts[split] = np.bincount(labels.ravel())
             classes = np.count_nonzero(counts[split])
             if classes != dataset.classes:
-                problems.append(f"{source} has images of {classes} classes, expected {dataset.classes}")
+                problems.append(f"{images} has images of {classes} classes, expected {dataset.classes}")
         rows = sum(int(each.sum()) for each in counts.values())
         if dataset.rows and rows not in dataset.rows:
             problems.append(f"there are {rows} images, expected {' or '.join(map(str, dataset.rows))}")

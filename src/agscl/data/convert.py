@@ -8,9 +8,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from agscl.data.decoding import open_image
+from agscl.data.encoded_images import ParquetImages
 from agscl.data.errors import DataError
-from agscl.data.images import open_image
-from agscl.data.sources import ParquetSource
 
 TINY_IMAGENET_CLASSES = """
     01641577 01698640 01742172 01770393 01774384 01784675 01882714 01917289 01945685 01983481 01984695
@@ -53,14 +53,14 @@ def convert_tinyimagenet32(folder: Path) -> dict[str, Any]:
     wanted = [f"n{number}" for number in TINY_IMAGENET_CLASSES.split()]
     tables = {}
     for split in ("train", "test"):
-        source = ParquetSource("tinyimagenet32", (folder / f"{split}.parquet",))
-        names, labels = source.read_value_names("label"), source.read_column("label")
+        images = ParquetImages("tinyimagenet32", (folder / f"{split}.parquet",))
+        names, labels = images.read_value_names("label"), images.read_column("label")
         if missing := set(wanted) - set(names):
-            raise DataError(f"{source} has no class {missing.pop()!r}, so it is not the Tiny ImageNet that is expected")
+            raise DataError(f"{images} has no class {missing.pop()!r}, so it is not the Tiny ImageNet that is expected")
         new_label = {names.index(name): label for label, name in enumerate(wanted)}
         rows: dict[str, list[Any]] = {"image": [], "label": []}
         row = 0
-        for batch in source.iterate_encoded():
+        for batch in images.iterate_encoded():
             for encoded in batch:
                 if labels[row] in new_label:
                     with open_image(encoded) as image:

@@ -11,11 +11,11 @@ import numpy as np
 
 from agscl.data.cache import cached_array
 from agscl.data.catalogue import DATASETS
+from agscl.data.decoding import ImageDecoder, decode_images
+from agscl.data.encoded_images import LABEL_COLUMNS, EncodedImages, ParquetImages, find_split
 from agscl.data.errors import DataError
 from agscl.data.examples import Array, Examples
-from agscl.data.images import ImageDecoder, decode_images
 from agscl.data.ordering import sort_unique
-from agscl.data.sources import LABEL_COLUMNS, ImageSource, ParquetSource, find_split
 
 
 def data_folders() -> list[Path]:
@@ -33,20 +33,18 @@ def find_dataset(name: str) -> Path | None:
     return None
 
 
-def open_split(name: str, split: str) -> ImageSource:
+def open_split(name: str, split: str) -> EncodedImages:
     """The encoded images of a split; raises DataError where the dataset is missing."""
     folder = find_dataset(name)
-    source = None if folder is None else find_split(name, folder, split)
-    if source is not None:
-        return source
+    images = None if folder is None else find_split(name, folder, split)
+    if images is not None:
+        return images
     _raise_if_incomplete(name)
     files = " and ".join(f"{each}.parquet" for each in DATASETS[name].splits)
     searched = " and in ".join(str(folder / name) for folder in data_folders())
-    source_of_name = DATASETS[name].source
+    source = DATASETS[name].source
     remedy = (
-        f"It cannot be downloaded: {source_of_name}"
-        if isinstance(source_of_name, str)
-        else f"Download it with: agscl data get {name}"
+        f"It cannot be downloaded: {source}" if isinstance(source, str) else f"Download it with: agscl data get {name}"
     )
     raise DataError(f"{name} is missing: searched for {files} in {searched}{_hint_if_unset()}. {remedy}")
 
@@ -81,21 +79,21 @@ def _hint_if_unset() -> str:
     return "" if os.environ.get("AGSCL_DATA") else " (AGSCL_DATA, a folder for data of your choice, is not set)"
 
 
-def read_labels(source: ImageSource, classes: int) -> Array:
+def read_labels(images: EncodedImages, classes: int) -> Array:
     """(images,) integers below `classes`; names of classes are numbered in natural order."""
     column = "label"
-    if isinstance(source, ParquetSource):
-        column = source.choose_column(None, LABEL_COLUMNS, "labels", "label")
-    values = source.read_column(column)
+    if isinstance(images, ParquetImages):
+        column = images.choose_column(None, LABEL_COLUMNS, "labels", "label")
+    values = images.read_column(column)
     if values.dtype.kind not in "iu":
         names = sort_unique(values)
         if len(names) != classes:  # else the numbers could differ from split to split
-            raise DataError(f"{source} has {len(names)} classes, but {source.name} should have {classes}")
+            raise DataError(f"{images} has {len(names)} classes, but {images.name} should have {classes}")
         number = {name: number for number, name in enumerate(names)}
         values = np.array([number[value] for value in values.tolist()])
     if len(values) and not 0 <= values.min() <= values.max() < classes:
         raise DataError(
-            f"{source} has labels from {values.min()} to {values.max()}, but those of {source.name} should be 0 to "
+            f"{images} has labels from {values.min()} to {values.max()}, but those of {images.name} should be 0 to "
             f"{classes - 1}"
         )
     return values.astype(np.int64)
@@ -103,13 +101,13 @@ def read_labels(source: ImageSource, classes: int) -> Array:
 
 def load_examples(name: str, split: str, decoder: ImageDecoder) -> Examples:
     """The decoded images and the labels of a split."""
-    source, classes = open_split(name, split), DATASETS[name].classes
+    images, classes = open_split(name, split), DATASETS[name].classes
     # Labels are cached too: reading them means importing pyarrow, which takes longer than all the rest.
     labels = cached_array(
         f"{name}-labels",
-        (source.identity, classes),
-        source.read_file_state(),
-        lambda: read_labels(source, classes),
+        (images.identity, classes),
+        images.read_file_state(),
+        lambda: read_labels(images, classes),
         warn=False,
     )
-    return Examples(decode_images(source, decoder), labels)
+    return Examples(decode_images(images, decoder), labels)

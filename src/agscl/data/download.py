@@ -13,13 +13,13 @@ from typing import Any
 
 from agscl.data.catalogue import DATASETS, ArchiveSource, HubSource
 from agscl.data.datasets import data_folders, find_dataset
+from agscl.data.encoded_images import TEST_SPLITS
 from agscl.data.errors import DataError, DownloadFailed
 from agscl.data.http import download_file
 from agscl.data.hub import list_parquet_files, request_headers
 from agscl.data.manifest import Manifest, is_complete, read_manifest, write_manifest
 from agscl.data.progress import MakeProgress, ProgressLine
 from agscl.data.remote import RemoteFile, check_file_name, compute_digest
-from agscl.data.sources import TEST_SPLITS
 from agscl.system.files import lock_file
 
 

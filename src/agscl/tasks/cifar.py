@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from agscl.data.datasets import load_examples
-from agscl.data.images import ImageDecoder
+from agscl.data.decoding import ImageDecoder
 from agscl.tasks.task import Task, TaskSequence, make_task
 
 VALIDATION_SHARE = 0.1

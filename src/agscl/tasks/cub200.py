@@ -7,9 +7,9 @@ import torch
 
 from agscl.data.catalogue import DATASETS
 from agscl.data.datasets import open_split, read_labels
+from agscl.data.decoding import ImageDecoder, decode_images, read_image_shapes
+from agscl.data.encoded_images import EncodedImages, ParquetImages
 from agscl.data.examples import Array
-from agscl.data.images import ImageDecoder, decode_images, read_image_shapes
-from agscl.data.sources import ImageSource, ParquetSource
 from agscl.tasks.task import Task, TaskSequence
 
 CROP_SIZE = 224
@@ -59,9 +59,9 @@ def load_cub200(*, seed: int) -> TaskSequence:
     return tuple(tasks)
 
 
-def _split_by_file_name(birds: ImageSource, labels: Array) -> tuple[Array, Array]:
+def _split_by_file_name(birds: EncodedImages, labels: Array) -> tuple[Array, Array]:
     """The rows for training and for test."""
-    columns = birds.nested_columns if isinstance(birds, ParquetSource) else ["path"]
+    columns = birds.nested_columns if isinstance(birds, ParquetImages) else ["path"]
     column = next((path for path in PATH_COLUMNS if path in columns), None)
     paths = birds.read_column(column) if column else np.arange(len(labels))
     train, test = [], []

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agscl.data.decoding import ImageDecoder, decode_images, read_image_shapes
 from agscl.data.download import download_hub_dataset
-from agscl.data.errors import DataError
-from agscl.data.examples import Array, Examples
-from agscl.data.images import ImageDecoder, decode_images, read_image_shapes
-from agscl.data.ordering import sort_unique
-from agscl.data.sources import (
+from agscl.data.encoded_images import (
     LABEL_COLUMNS,
     TEST_SPLITS,
     TRAIN_SPLITS,
-    FolderSource,
-    ImageSource,
-    ParquetSource,
+    EncodedImages,
+    FolderImages,
+    ParquetImages,
     find_split,
 )
+from agscl.data.errors import DataError
+from agscl.data.examples import Array, Examples
+from agscl.data.ordering import sort_unique
 from agscl.heads import task_names
 from agscl.tasks.task import TaskSequence, make_task
 
@@ -106,8 +106,8 @@ def from_folder(
     return _make_sequence(train_examples, test_examples, options)
 
 
-def _find_train_and_test(folder: Path, image: str | None) -> tuple[ImageSource, ImageSource | None]:
-    """The images for training and for test; one source for both where the folder is not split."""
+def _find_train_and_test(folder: Path, image: str | None) -> tuple[EncodedImages, EncodedImages | None]:
+    """The images for training and for test; None for test where the folder is not split."""
     parquet_files: dict[str, list[Path]] = {}  # by the first word of their names
     for path in sorted(folder.glob("*.parquet")):
         parquet_files.setdefault(re.split(r"[-_.]", path.stem.lower())[0], []).append(path)
@@ -116,15 +116,15 @@ def _find_train_and_test(folder: Path, image: str | None) -> tuple[ImageSource, 
     # A subfolder called train is a split only if all others are splits too; else it is a class or a task.
     has_split_folders = bool(subfolders) and subfolders.keys() <= {*TRAIN_SPLITS, *TEST_SPLITS}
 
-    def find_first(names: Sequence[str]) -> ImageSource | None:
+    def find_first(names: Sequence[str]) -> EncodedImages | None:
         for name in names:
             if name in parquet_files:
                 shards = find_split(folder.name, folder, name, image)  # raises where one of several files is missing
-                if isinstance(shards, ParquetSource):
+                if isinstance(shards, ParquetImages):
                     return shards
-                return ParquetSource(folder.name, tuple(parquet_files[name]), image)
+                return ParquetImages(folder.name, tuple(parquet_files[name]), image)
             if has_split_folders and not parquet_files and name in subfolders:
-                return FolderSource(folder.name, subfolders[name])
+                return FolderImages(folder.name, subfolders[name])
         return None
 
     train, test = find_first(TRAIN_SPLITS), find_first(TEST_SPLITS)
@@ -133,10 +133,10 @@ def _find_train_and_test(folder: Path, image: str | None) -> tuple[ImageSource, 
     if train is not None:
         return train, test
     if parquet_files:
-        return ParquetSource(
+        return ParquetImages(
             folder.name, tuple(path for paths in parquet_files.values() for path in paths), image
         ), None
-    return FolderSource(folder.name, folder), None
+    return FolderImages(folder.name, folder), None
 
 
 def from_hub(name: str, *, config: str | None = None, test: str | None = None, **options: Any) -> TaskSequence:
@@ -216,25 +216,25 @@ def _describe_columns(examples: _RawExamples) -> list[tuple[str, Array]]:
 
 
 def _load_examples(
-    source: ImageSource, by: str, size: int | None, channels: Literal[1, 3], label: str | None
+    images: EncodedImages, by: str, size: int | None, channels: Literal[1, 3], label: str | None
 ) -> _RawExamples:
-    if isinstance(source, ParquetSource):
-        label_column = source.choose_column(label, LABEL_COLUMNS, "labels", "label")
-        task_column = None if by == "class" else source.choose_column(by, (), "tasks", "by")
+    if isinstance(images, ParquetImages):
+        label_column = images.choose_column(label, LABEL_COLUMNS, "labels", "label")
+        task_column = None if by == "class" else images.choose_column(by, (), "tasks", "by")
     else:
         label_column, task_column = "label", {"class": None, "folder": "task"}.get(by, by)
-    if not len(source):
-        raise DataError(f"{source} has no rows")
+    if not len(images):
+        raise DataError(f"{images} has no rows")
     if size is None:
-        shapes = np.unique(read_image_shapes(source), axis=0)
+        shapes = np.unique(read_image_shapes(images), axis=0)
         if len(shapes) > 1 or shapes[0, 0] != shapes[0, 1]:
-            raise ValueError(f"the images in {source} are not squares of one size: choose a size, e.g. size=64")
+            raise ValueError(f"the images in {images} are not squares of one size: choose a size, e.g. size=64")
         size = int(shapes[0, 0])
     return _RawExamples(
-        decode_images(source, ImageDecoder(size, channels, fit="crop")),
-        source.read_column(label_column),
-        None if task_column is None else source.read_column(task_column),
-        source.read_value_names(label_column),
+        decode_images(images, ImageDecoder(size, channels, fit="crop")),
+        images.read_column(label_column),
+        None if task_column is None else images.read_column(task_column),
+        images.read_value_names(label_column),
     )
 
 

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from agscl.data.cache import cached_array
 from agscl.data.datasets import open_split
+from agscl.data.decoding import ImageDecoder, decode_images
+from agscl.data.encoded_images import EncodedImages, ParquetImages
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
-from agscl.data.images import ImageDecoder, decode_images
 from agscl.data.ordering import sort_unique
 from agscl.data.progress import ProgressLine
-from agscl.data.sources import ImageSource, ParquetSource
 from agscl.heads import task_names
 from agscl.tasks.task import Task, TaskSequence
 
@@ -42,19 +42,19 @@ def load_omniglot(
         raise ValueError(f"copies must be at least 1 (the drawing alone), not {copies}")
     if split not in ("drawing", "paper"):
         raise ValueError(f'split must be "drawing" or "paper", not {split!r}')
-    source = open_split("omniglot", "all")
-    if not isinstance(source, ParquetSource):
-        raise DataError(f"Omniglot must be a Parquet file, all.parquet, not the folder {source}")
-    alphabet_of_row, character_of_row = source.read_column("alphabet"), source.read_column("character")
-    names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in source.read_value_names("alphabet")]
+    drawings = open_split("omniglot", "all")
+    if not isinstance(drawings, ParquetImages):
+        raise DataError(f"Omniglot must be a Parquet file, all.parquet, not the folder {drawings}")
+    alphabet_of_row, character_of_row = drawings.read_column("alphabet"), drawings.read_column("character")
+    names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in drawings.read_value_names("alphabet")]
     if alphabet_of_row.dtype.kind not in "iu":
         known = sort_unique(alphabet_of_row)
         names = task_names(known)
         alphabet_of_row = np.array([known.index(name) for name in alphabet_of_row.tolist()])
     if copies == 1:
-        images = decode_images(source, ImageDecoder(size, 1, filter="box"))
+        images = decode_images(drawings, ImageDecoder(size, 1, filter="box"))
     else:
-        images = make_copies(source, size, copies)
+        images = make_copies(drawings, size, copies)
 
     tasks = []
     for alphabet in range(alphabets):
@@ -80,12 +80,12 @@ def _to_strokes(images: Array) -> Tensor:
     return 1 - torch.from_numpy(images.astype(np.float32) / 255)
 
 
-def make_copies(source: ImageSource, size: int, copies: int) -> Array:
+def make_copies(drawings: EncodedImages, size: int, copies: int) -> Array:
     """(drawings, copies, 1, size, size) bytes, strokes 255 on 0: each drawing, then its rotated and shifted copies."""
 
     def compute() -> Array:
-        originals = decode_images(source, ImageDecoder(size, 1, filter="box"))
-        fine = decode_images(source, ImageDecoder(2 * size, 1, filter="box"))  # else thin strokes would be lost
+        originals = decode_images(drawings, ImageDecoder(size, 1, filter="box"))
+        fine = decode_images(drawings, ImageDecoder(2 * size, 1, filter="box"))  # else thin strokes would be lost
         result = np.empty((len(originals), copies, 1, size, size), np.uint8)
         result[:, 0] = 255 - originals
         with ProgressLine("rotating and shifting omniglot (only once)", len(originals)) as progress:
@@ -96,8 +96,8 @@ def make_copies(source: ImageSource, size: int, copies: int) -> Array:
                 progress.advance(len(strokes))
         return result
 
-    identity = (str(source), size, copies, MAX_DEGREES, MAX_SHIFT)
-    return cached_array("omniglot-moved", identity, source.read_file_state(), compute)
+    identity = (str(drawings), size, copies, MAX_DEGREES, MAX_SHIFT)
+    return cached_array("omniglot-moved", identity, drawings.read_file_state(), compute)
 
 
 def _rotate_and_shift(drawings: Tensor, size: int, copies: int, rng: np.random.Generator) -> Array:

@@ -8,8 +8,8 @@ import pytest
 
 import small_images
 from agscl import tasks
-from agscl.data import sources
-from agscl.data.images import ImageDecoder, decode_images
+from agscl.data import encoded_images
+from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.tasks import DataError
 
 
@@ -17,13 +17,13 @@ def test_the_files_of_a_split_are_read_in_order_and_only_when_all_are_there(data
     for part in range(3):
         table = small_images.make_table([2 * part, 2 * part + 1])
         small_images.write_parquet(table, data / "own" / f"train-{part:05d}-of-00003.parquet")
-    source = sources.find_split("own", data / "own", "train")
-    assert source.read_column("label").tolist() == [0, 1, 2, 3, 4, 5]
-    assert decode_images(source, ImageDecoder(32))[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert source.describe_row(3).endswith("train-00001-of-00003.parquet, row 1,")
+    images = encoded_images.find_split("own", data / "own", "train")
+    assert images.read_column("label").tolist() == [0, 1, 2, 3, 4, 5]
+    assert decode_images(images, ImageDecoder(32))[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert images.describe_row(3).endswith("train-00001-of-00003.parquet, row 1,")
     (data / "own" / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(DataError, match="contains 2 of the 3 files"):
-        sources.find_split("own", data / "own", "train")
+        encoded_images.find_split("own", data / "own", "train")
 
 
 def test_a_missing_one_of_several_files_is_what_the_error_is_about(data):
@@ -35,7 +35,7 @@ def test_a_missing_one_of_several_files_is_what_the_error_is_about(data):
 
 def test_without_pyarrow_and_pillow_the_error_says_what_to_install(data, monkeypatch):
     small_images.write_dataset(data, "cifar100", 100, 3, 1)
-    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    monkeypatch.setattr(encoded_images, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs pyarrow and Pillow: pip install 'agscl\[data\]'"):
         tasks.load("cifar100", seed=0)
 

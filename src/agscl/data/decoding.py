@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from agscl.data.cache import cached_array
+from agscl.data.encoded_images import EncodedImages
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
 from agscl.data.progress import ProgressLine
-from agscl.data.sources import ImageSource
 
 SIGNATURES = {
     b"\x89PNG": "PNG",
@@ -89,23 +89,23 @@ def _reduce_to_8_bits(image: Any) -> Any:
     return image
 
 
-def decode_images(source: ImageSource, decoder: ImageDecoder, rows: Array | None = None) -> Array:
+def decode_images(images: EncodedImages, decoder: ImageDecoder, rows: Array | None = None) -> Array:
     """(images, channels, size, size) bytes: all images, or `rows` in this order. Stored in the cache."""
     shape = (decoder.channels, decoder.size, decoder.size)
-    return _map_images(source, decoder.decode, decoder, rows, shape, np.uint8)
+    return _map_images(images, decoder.decode, decoder, rows, shape, np.uint8)
 
 
-def read_image_shapes(source: ImageSource, rows: Array | None = None) -> Array:
+def read_image_shapes(images: EncodedImages, rows: Array | None = None) -> Array:
     """(images, 2) height and width of each image as it is stored."""
 
     def read_shape(encoded: bytes) -> Array:
         with open_image(encoded) as image:
             return np.array(image.size[::-1])
 
-    return _map_images(source, read_shape, "shapes", rows, (2,), np.int32)
+    return _map_images(images, read_shape, "shapes", rows, (2,), np.int32)
 
 
-def find_undecodable(source: ImageSource, decoder: ImageDecoder) -> list[str]:
+def find_undecodable(images: EncodedImages, decoder: ImageDecoder) -> list[str]:
     """A message for each image that cannot be decoded: where it is, and why."""
     failures = []
 
@@ -115,12 +115,12 @@ def find_undecodable(source: ImageSource, decoder: ImageDecoder) -> list[str]:
         except Exception as error:  # Pillow raises many kinds
             failures.append((row, _describe_error(error)))
 
-    _visit_images(source, try_to_decode, f"checking {source.name}")
-    return [f"{source.describe_row(row)} cannot be decoded: {reason}" for row, reason in sorted(failures)]
+    _visit_images(images, try_to_decode, f"checking {images.name}")
+    return [f"{images.describe_row(row)} cannot be decoded: {reason}" for row, reason in sorted(failures)]
 
 
 def _map_images(
-    source: ImageSource,
+    images: EncodedImages,
     function: Callable[[bytes], Array],
     identity: object,
     rows: Array | None,
@@ -131,8 +131,8 @@ def _map_images(
     import PIL
 
     def compute() -> Array:
-        chosen = np.arange(len(source)) if rows is None else rows
-        position = np.full(len(source), -1)
+        chosen = np.arange(len(images)) if rows is None else rows
+        position = np.full(len(images), -1)
         position[chosen] = np.arange(len(chosen))
         results = np.empty((len(chosen), *shape), dtype)
 
@@ -142,14 +142,14 @@ def _map_images(
                     results[position[row]] = function(encoded)
                 except Exception as error:  # Pillow raises many kinds
                     raise DataError(
-                        f"{source.describe_row(row)} cannot be decoded: {_describe_error(error)}"
+                        f"{images.describe_row(row)} cannot be decoded: {_describe_error(error)}"
                     ) from error
 
-        _visit_images(source, apply, f"decoding {source.name} (only once)")
+        _visit_images(images, apply, f"decoding {images.name} (only once)")
         return results
 
-    key = (source.identity, identity, None if rows is None else rows.tobytes(), PIL.__version__)
-    return cached_array(source.name, key, source.read_file_state(), compute)
+    key = (images.identity, identity, None if rows is None else rows.tobytes(), PIL.__version__)
+    return cached_array(images.name, key, images.read_file_state(), compute)
 
 
 def _describe_error(error: Exception) -> str:
@@ -160,7 +160,7 @@ def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _visit_images(source: ImageSource, visit: Callable[[int, bytes], None], description: str) -> None:
+def _visit_images(images: EncodedImages, visit: Callable[[int, bytes], None], description: str) -> None:
     """Call `visit(row, encoded)` for every image, in several threads: Pillow decodes in parallel."""
 
     def visit_chunk(first_row: int, chunk: list[bytes]) -> None:
@@ -169,8 +169,8 @@ def _visit_images(source: ImageSource, visit: Callable[[int, bytes], None], desc
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     batch_start = 0
-    with ThreadPoolExecutor(workers) as pool, ProgressLine(description, len(source)) as progress:
-        for batch in source.iterate_encoded():
+    with ThreadPoolExecutor(workers) as pool, ProgressLine(description, len(images)) as progress:
+        for batch in images.iterate_encoded():
             step = -(-len(batch) // workers)
             starts = range(0, len(batch), step)
             list(pool.map(visit_chunk, [batch_start + at for at in starts], [batch[at : at + step] for at in starts]))

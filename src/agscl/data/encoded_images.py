@@ -43,7 +43,7 @@ TEST_SPLITS = ("test", "testing", "validation", "valid", "val")
 """The usual names of splits; the first one present is used."""
 
 
-class ImageSource(ABC):
+class EncodedImages(ABC):
     """Encoded images in a fixed order, one per row, with a value in every column. Files are read when needed."""
 
     name: str
@@ -86,7 +86,7 @@ class ImageSource(ABC):
         return [(str(path), info.st_size, info.st_mtime_ns) for path in self.files for info in [path.stat()]]
 
 
-class ParquetSource(ImageSource):
+class ParquetImages(EncodedImages):
     """Parquet files with one image per row."""
 
     def __init__(self, name: str, files: tuple[Path, ...], image: str | None = None) -> None:
@@ -213,7 +213,7 @@ class ParquetSource(ImageSource):
             ) from error
 
 
-class FolderSource(ImageSource):
+class FolderImages(EncodedImages):
     """A folder of images, CLASS/image or TASK/CLASS/image. Columns: task, label (names of folders) and path."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -297,11 +297,11 @@ class FolderSource(ImageSource):
             yield [path.read_bytes() for path in self.files[start : start + BATCH_SIZE]]
 
 
-def find_split(name: str, folder: Path, split: str, image: str | None = None) -> ImageSource | None:
+def find_split(name: str, folder: Path, split: str, image: str | None = None) -> EncodedImages | None:
     """The images of a split in `folder`: SPLIT.parquet, SPLIT-00000-of-00002.parquet ..., or a folder SPLIT."""
     single = folder / f"{split}.parquet"
     if single.is_file():
-        return ParquetSource(name, (single,), image)
+        return ParquetImages(name, (single,), image)
     shards = sorted(folder.glob(f"{split}-*-of-*.parquet"))
     if shards:
         count = int(shards[0].stem.rsplit("-of-", 1)[1].split("-")[0])
@@ -310,8 +310,8 @@ def find_split(name: str, folder: Path, split: str, image: str | None = None) ->
                 f"{folder} contains {len(shards)} of the {count} files {shards[0].name} ... If `agscl data get` "
                 "downloaded them, run that command again"
             )
-        return ParquetSource(name, tuple(shards), image)
-    return FolderSource(name, folder / split) if (folder / split).is_dir() else None
+        return ParquetImages(name, tuple(shards), image)
+    return FolderImages(name, folder / split) if (folder / split).is_dir() else None
 
 
 def require_image_libraries() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import small_images
-from agscl.data.images import ImageDecoder, decode_images
-from agscl.data.sources import ParquetSource
+from agscl.data.decoding import ImageDecoder, decode_images
+from agscl.data.encoded_images import ParquetImages
 
 
 def test_an_image_larger_than_its_border_is_refused():
@@ -42,12 +42,12 @@ def test_nothing_else_is_opened(content):
 def test_a_column_of_plain_bytes_is_decoded_too(data):
     table = small_images.make_table([0, 1])
     plain = table.set_column(0, "image", [[each["bytes"] for each in table.column("image").to_pylist()]])
-    source = ParquetSource("own", (small_images.write_parquet(plain, data / "own.parquet"),))
+    images = ParquetImages("own", (small_images.write_parquet(plain, data / "own.parquet"),))
     expected = small_images.make_pixels(1, 0).transpose(2, 0, 1)
-    assert np.array_equal(decode_images(source, ImageDecoder(32))[1], expected)
+    assert np.array_equal(decode_images(images, ImageDecoder(32))[1], expected)
 
 
 def test_chosen_rows_come_in_their_order(data):
     table = small_images.make_table(range(9))
-    source = ParquetSource("own", (small_images.write_parquet(table, data / "own.parquet"),))
-    assert decode_images(source, ImageDecoder(32), np.array([7, 0, 3]))[:, 0, 0, 0].tolist() == [7, 0, 3]
+    images = ParquetImages("own", (small_images.write_parquet(table, data / "own.parquet"),))
+    assert decode_images(images, ImageDecoder(32), np.array([7, 0, 3]))[:, 0, 0, 0].tolist() == [7, 0, 3]
