@@ -66,56 +66,56 @@ COMPARED = (
 )
 
 
-def finish(device: str) -> float:
+def wait_and_read_clock(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def step_time(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, epochs: int) -> dict[str, Any]:
+def measure_step(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, epochs: int) -> dict[str, Any]:
     """Milliseconds per step within the second task, ends of epochs included, after two epochs to warm up."""
     config = configure(PRESET, method="agscl", device=device, epochs=epochs, **SETTINGS, **way)
     trainer = build_trainer(config, "agscl", sequence[:2])
-    start = finish(device)
+    start = wait_and_read_clock(device)
     while trainer.task_index < 1 or trainer.epoch < 2:
         trainer.advance()
-    warm = finish(device)
+    warm = wait_and_read_clock(device)
     while trainer.epoch < epochs:
         trainer.advance()
-    end = finish(device)
+    end = wait_and_read_clock(device)
     steps = (epochs - 2) * trainer.steps_per_epoch
     return {"way": way, "ms_per_step": 1000 * (end - warm) / steps, "seconds_before": warm - start}
 
 
-def in_turns(rounds: int) -> dict[str, Any]:
+def measure_steps_in_turns(rounds: int) -> dict[str, Any]:
     """The same on a CPU, which other programs share: all ways take turns, a step each, with a plain one between any
     two, each in a process of its own. Ends of epochs are not counted."""
     context = multiprocessing.get_context("spawn")
-    asked: dict[str, Connection] = {}
+    pipes: dict[str, Connection] = {}
     for name, way in WAYS["cpu"].items():
-        asked[name], there = context.Pipe()
-        context.Process(target=_stepping, args=(there, way), daemon=True).start()
-        asked[name].recv()
+        pipes[name], other_end = context.Pipe()
+        context.Process(target=_serve_steps, args=(other_end, way), daemon=True).start()
+        pipes[name].recv()
         print(f"{name} is ready", flush=True)
 
     def clock(step: Any, device: str, times: int) -> float:
-        asked[step()].send(True)
-        return float(asked[step()].recv())
+        pipes[step()].send(True)
+        return float(pipes[step()].recv())
 
-    names = {name: partial(str, name) for name in asked}
+    names = {name: partial(str, name) for name in pipes}
     rows: dict[str, Any] = {}
     for name, pairs in take_turns(names.pop("plain"), names, rounds, "cpu", clock=clock).items():
         found = compared(pairs)
         rows.setdefault("plain", {"way": WAYS["cpu"]["plain"], "ms_per_step": found["plain_milliseconds"]["median"]})
         rows[name] = {"way": WAYS["cpu"][name], "ms_per_step": found["milliseconds"]["median"], **found}
         print(f"{name:42} {rows[name]['ms_per_step']:8.1f} ms, {1 / found['ratio']['median']:.2f} times as fast")
-    for pipe in asked.values():
+    for pipe in pipes.values():
         pipe.send(False)
     return rows
 
 
-def _stepping(asked: Connection, way: dict[str, Any]) -> None:
-    """Make a step of the second task whenever asked to, and tell the seconds of processor time it took."""
+def _serve_steps(requests: Connection, way: dict[str, Any]) -> None:
+    """Make a step of the second task at every request, and answer with the seconds of processor time it took."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if way.get("keep_memory"):
@@ -129,12 +129,12 @@ def _stepping(asked: Connection, way: dict[str, Any]) -> None:
     while trainer.task_index < 1 or trainer.step < 2:
         trainer.advance()
     whole = trainer.examples // config.training.batch_size  # batches but for the last
-    asked.send(True)
-    while asked.recv():
+    requests.send(True)
+    while requests.recv():
         trainer.step %= whole
         start = time.process_time()
         trainer.advance()
-        asked.send(time.process_time() - start)
+        requests.send(time.process_time() - start)
 
 
 PARTS = (
@@ -147,7 +147,7 @@ PARTS = (
 """Kernels of a step by words in their names; all others are small ones."""
 
 
-def kernels(way: dict[str, Any], device: str, sequence: tasks.TaskSequence) -> dict[str, Any]:
+def profile_step(way: dict[str, Any], device: str, sequence: tasks.TaskSequence) -> dict[str, Any]:
     """Microseconds of GPU time of one captured step of the second task, part by part."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -168,7 +168,7 @@ def kernels(way: dict[str, Any], device: str, sequence: tasks.TaskSequence) -> d
     found = dict.fromkeys([name for name, _ in PARTS] + ["others"], 0.0)
     rows = profiled.key_averages()
     for row in rows:
-        found[part_of(row.key)] += row.device_time_total / STEPS
+        found[classify_kernel(row.key)] += row.device_time_total / STEPS
     return {"microseconds": found, "kernels": sum(row.count for row in rows) / STEPS}
 
 
@@ -176,11 +176,11 @@ STEPS = 10
 """Not more than an epoch has."""
 
 
-def part_of(kernel: str) -> str:
+def classify_kernel(kernel: str) -> str:
     return next((name for name, words in PARTS if any(word in kernel for word in words)), "others")
 
 
-def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) -> dict[str, Any]:
+def execute_whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) -> dict[str, Any]:
     """All ten tasks as a run on disk, certificates and checkpoints included."""
     start = time.perf_counter()
     warnings.simplefilter("ignore")
@@ -199,7 +199,7 @@ def whole_run(seed: int, device: str, way: dict[str, Any], epochs: int = 100) ->
     }
 
 
-def alone(device: str) -> dict[str, Any]:
+def measure_process(device: str) -> dict[str, Any]:
     """Seconds of a process of its own from its start to its end, with nothing compiled before, and again: the middle
     one of three, beside what each took."""
     words = [sys.executable, __file__, "--device", device, "--one"]
@@ -220,7 +220,7 @@ def alone(device: str) -> dict[str, Any]:
 
 
 @contextmanager
-def sharing(wanted: bool) -> Iterator[None]:
+def mps_daemon(wanted: bool) -> Iterator[None]:
     """Let processes compute on the GPU at the same time (NVIDIA's MPS), instead of in turns."""
     if wanted:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
@@ -231,12 +231,12 @@ def sharing(wanted: bool) -> Iterator[None]:
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=True)
 
 
-def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
+def compare_outcomes(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
     """Average accuracy and forgetting of short runs, way by way and seed by seed."""
     ways = {name: way for name, way in WAYS[device].items() if name in COMPARED}
     work = [(seed, device, way, epochs) for way in ways.values() for seed in range(seeds)]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        runs = pool.starmap(whole_run, work, chunksize=1)
+        runs = pool.starmap(execute_whole_run, work, chunksize=1)
     found = {}
     for number, name in enumerate(ways):
         mine = runs[number * seeds : (number + 1) * seeds]
@@ -245,15 +245,15 @@ def agree(seeds: int, device: str, epochs: int, jobs: int) -> dict[str, Any]:
     return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": found}
 
 
-def whole_runs(seeds: int, device: str, way: dict[str, Any], mps: bool) -> dict[str, Any]:
+def measure_whole_runs(seeds: int, device: str, way: dict[str, Any], mps: bool) -> dict[str, Any]:
     """By themselves, here once all is at hand, and several side by side."""
-    found: dict[str, Any] = {"alone": alone(device)}
-    whole_run(0, device, way, epochs=1)
-    found["whole"] = whole_run(0, device, way)
+    found: dict[str, Any] = {"alone": measure_process(device)}
+    execute_whole_run(0, device, way, epochs=1)
+    found["whole"] = execute_whole_run(0, device, way)
     print(found["whole"], flush=True)
     start = time.perf_counter()
-    with sharing(mps), multiprocessing.get_context("spawn").Pool(seeds) as pool:
-        runs = pool.starmap(whole_run, [(seed, device, way) for seed in range(seeds)])
+    with mps_daemon(mps), multiprocessing.get_context("spawn").Pool(seeds) as pool:
+        runs = pool.starmap(execute_whole_run, [(seed, device, way) for seed in range(seeds)])
     found["side_by_side"] = {"seconds": time.perf_counter() - start, "mps": mps, "runs": runs}
     print(found["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
     return found
@@ -285,34 +285,34 @@ def main() -> None:
     if arguments.one:
         skip_gc_at_exit()  # as `agscl` does
         tune_malloc()
-        print(json.dumps(whole_run(0, device, way)))
+        print(json.dumps(execute_whole_run(0, device, way)))
         return
     if arguments.agree:
-        found = agree(arguments.agree, device, arguments.epochs, arguments.jobs)
+        found = compare_outcomes(arguments.agree, device, arguments.epochs, arguments.jobs)
         record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), found)
         return
     found: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS}
     if arguments.whole:
-        found |= whole_runs(arguments.whole, device, way, arguments.mps)
+        found |= measure_whole_runs(arguments.whole, device, way, arguments.mps)
         record(arguments.out or Path(f"results/benchmarks/whole_{device}.json"), found)
         return
     start = time.perf_counter()
     sequence = tasks.load(PRESET, seed=0)
     print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
     if device == "cpu":
-        found |= {"rounds": arguments.rounds, "ways": in_turns(arguments.rounds)}
+        found |= {"rounds": arguments.rounds, "ways": measure_steps_in_turns(arguments.rounds)}
         record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
         return
     rows = {}
     for name, tried in WAYS[device].items():
         try:
-            rows[name] = step_time(tried, device, sequence, arguments.epochs)
+            rows[name] = measure_step(tried, device, sequence, arguments.epochs)
             print(f"{name:42} {rows[name]['ms_per_step']:8.3f} ms, {rows[name]['seconds_before']:6.1f} s", flush=True)
         except Exception as error:
             rows[name] = {"way": tried, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
     found |= {"epochs": arguments.epochs, "ways": rows}
-    found["step"] = kernels(FAST, device, sequence)
+    found["step"] = profile_step(FAST, device, sequence)
     print(found["step"], flush=True)
     record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
 
