@@ -81,7 +81,7 @@ def make_failing_trunk(monkeypatch, error):
     def fail(*args):
         raise error
 
-    kernels = SimpleNamespace(sum_partials=fail)
+    kernels = SimpleNamespace(launch_sum_partials=fail)
     monkeypatch.setitem(sys.modules, "agscl.fast.triton_kernels", kernels)
     monkeypatch.setattr(fast, "triton_kernels", kernels, raising=False)
     trunk = make_trunk(small_network())

@@ -12,7 +12,7 @@ from torch import nn
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
 from agscl.fast import fused_layers
-from agscl.fast.engine import GraphEngine, Pieces, make_engine
+from agscl.fast.engine import GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fused_layers import FusedTrunk, compile_chain
 from agscl.methods._parts.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
@@ -221,7 +221,7 @@ def trained(method, capture=True, dropout=0.2, engine=None, **options):
         x, y = (torch.cat(part) for part in zip(*blobs(number), strict=True))
         tasks.append(Task(f"t{number}", 3, x, y, x[::3], y[::3], x, y))
     config = TrainingConfig(epochs=12, batch_size=48, lr=1e-2, patience=2, **options)
-    engine = partial(engine or make_engine, captured=True, pieces=Pieces(cuda_graphs=capture))
+    engine = partial(engine or make_fast_engine, captured=True, pieces=Pieces(cuda_graphs=capture))
     trainer = Trainer(model, method(model), tuple(tasks), config, seed=0, device="cuda", engine=engine)
     while trainer.advance():
         pass

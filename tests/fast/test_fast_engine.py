@@ -16,7 +16,7 @@ from agscl import EWC, SI, PackNet, Together
 from agscl.experiments.methods import METHODS
 from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.cuda_graphs import GraphRunner
-from agscl.fast.engine import CompiledEngine, GraphEngine, Pieces, make_engine
+from agscl.fast.engine import CompiledEngine, GraphEngine, Pieces, make_fast_engine
 from agscl.fast.torch_compile import TorchCompiledTrunk
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import NodeMethod
@@ -185,7 +185,7 @@ def test_the_configuration_decides_which_engine_runs(monkeypatch):
 def test_a_piece_can_be_switched_off(monkeypatch, piece):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     config = replace(QUICK, epochs=1, **FAST)
-    engine = partial(make_engine, captured=True, pieces=replace(Pieces(), **{piece: False}))
+    engine = partial(make_fast_engine, captured=True, pieces=replace(Pieces(), **{piece: False}))
     trainer = make_trainer(FineTune, config, tasks=TASKS[:1], engine=engine)
     finish(trainer)
     assert len(trainer.losses[0]) == 1
@@ -197,7 +197,7 @@ import torch
 from agscl import AGSCL, MultiHead
 from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.engine import GraphEngine
-from agscl.fast.fused_adam import Adam
+from agscl.fast.split_adam import SplitAdam
 from agscl.networks.cifar import CifarTrunk
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
@@ -208,7 +208,7 @@ class EngineAsOnGpu(GraphEngine):
         super().__init__(trainer, CompiledTrunk(trainer.model.trunk, trainer.device, **options))
 
     def make_optimizer(self):
-        return Adam(self.trainer.model.parameters(), lr=torch.tensor(1e-3), fused=True)
+        return SplitAdam(self.trainer.model.parameters(), lr=torch.tensor(1e-3), fused=True)
 
 torch.set_num_threads(1)
 model = MultiHead(CifarTrunk(), features=256)

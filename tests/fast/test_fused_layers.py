@@ -296,7 +296,7 @@ def launches(monkeypatch):
     names = ["conv3x3_weight_grad", "conv_relu_input_forward", "conv_relu_input_backward"]
     names += ["link_forward", "link_backward", "sum_partials"]
     kernels = SimpleNamespace(
-        compiling_only=nullcontext, COMPILES_IN_PARALLEL=True, **{name: record(name) for name in names}
+        compiling_only=nullcontext, COMPILES_IN_PARALLEL=True, **{f"launch_{name}": record(name) for name in names}
     )
     monkeypatch.setitem(sys.modules, "agscl.fast.triton_kernels", kernels)
     monkeypatch.setattr(fast, "triton_kernels", kernels, raising=False)

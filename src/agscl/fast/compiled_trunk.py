@@ -102,7 +102,7 @@ def _check_triton_compiles(device: torch.device) -> None:
 
     partials = torch.zeros(512, 32, device=device)
     try:
-        triton_kernels.sum_partials(partials, torch.empty_like(partials[0]))
+        triton_kernels.launch_sum_partials(partials, torch.empty_like(partials[0]))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

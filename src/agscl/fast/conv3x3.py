@@ -168,7 +168,7 @@ def sum_partials(partials: Tensor) -> Tensor:
     from agscl.fast import triton_kernels
 
     total = torch.empty_like(partials[0])
-    triton_kernels.sum_partials(partials, total)
+    triton_kernels.launch_sum_partials(partials, total)
     return total
 
 
@@ -220,7 +220,7 @@ def conv3x3_weight_grad(grad: Tensor, x: Tensor, chunks: int) -> Tensor:
     if uses_triton(x):
         from agscl.fast import triton_kernels
 
-        triton_kernels.conv3x3_weight_grad(grad, x, partials, weight_grad_tiling(grad.shape[1], x.shape[1]))
+        triton_kernels.launch_conv3x3_weight_grad(grad, x, partials, weight_grad_tiling(grad.shape[1], x.shape[1]))
     else:
         _fill_first_chunk(partials, grad, x)
     return partials
@@ -239,7 +239,7 @@ def conv_relu_input_forward(images: Tensor, weight: Tensor, bias: Tensor) -> Ten
     if uses_triton(images):
         from agscl.fast import triton_kernels
 
-        triton_kernels.conv_relu_input_forward(images, weight, bias, y, block=IMAGE_BLOCK)
+        triton_kernels.launch_conv_relu_input_forward(images, weight, bias, y, block=IMAGE_BLOCK)
         return y
     images, weight, bias = (one.to(torch.bfloat16) for one in (images, weight, bias))
     return y.copy_(F.conv2d(images, weight, bias, padding=1).relu())
@@ -262,7 +262,9 @@ def conv_relu_input_backward(grad: Tensor, images: Tensor, y: Tensor, chunks: in
     if uses_triton(images):
         from agscl.fast import triton_kernels
 
-        triton_kernels.conv_relu_input_backward(grad, images, y, weight_partials, bias_partials, block=IMAGE_BLOCK)
+        triton_kernels.launch_conv_relu_input_backward(
+            grad, images, y, weight_partials, bias_partials, block=IMAGE_BLOCK
+        )
     else:
         grad = torch.where(y <= 0, 0, grad)
         _fill_first_chunk(weight_partials, grad, images.to(torch.bfloat16))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from agscl.fast import fused_adam
+from agscl.fast import split_adam
 from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.cuda_graphs import GraphRunner
 from agscl.system.bitwise import copy_where_, zero_where_
@@ -22,7 +22,7 @@ from agscl.training.engine import Engine, PlainEngine
 from agscl.training.optimizers import KINDS, make_optimizer
 from agscl.training.trainer import Trainer
 
-FUSED_KINDS: dict[str, type[Optimizer]] = {**KINDS, "adam": fused_adam.Adam, "adamw": fused_adam.AdamW}
+SPLIT_KINDS: dict[str, type[Optimizer]] = {**KINDS, "adam": split_adam.SplitAdam, "adamw": split_adam.SplitAdamW}
 EPOCHS_AHEAD = 3
 """How many epochs may be launched before the first of them has ended."""
 
@@ -42,10 +42,10 @@ class Pieces:
 
 
 PIECES = Pieces()
-"""What `make_engine` uses."""
+"""What `make_fast_engine` uses."""
 
 
-def make_engine(trainer: Trainer, *, captured: bool, pieces: Pieces | None = None) -> Engine:
+def make_fast_engine(trainer: Trainer, *, captured: bool, pieces: Pieces | None = None) -> Engine:
     """The engine of a trainer whose steps are captured, or whose trunk is compiled, or both."""
     pieces = pieces or PIECES
     trunk = None
@@ -104,7 +104,7 @@ class GraphEngine(Engine):
         options: dict[str, Any] = {"lr": torch.tensor(config.lr, device=device), "fused": on_gpu}
         if config.optimizer != "sgd":
             options["capturable"] = on_gpu
-        kinds = FUSED_KINDS if on_gpu and self.pieces.split_adam else KINDS
+        kinds = SPLIT_KINDS if on_gpu and self.pieces.split_adam else KINDS
         return make_optimizer(config, self.trainer.model.parameters(), kinds=kinds, **options)
 
     def start_task(self) -> None:

@@ -312,7 +312,7 @@ def link_forward(
     if uses_triton(y):
         from agscl.fast import triton_kernels
 
-        triton_kernels.link_forward(
+        triton_kernels.launch_link_forward(
             y, bias, seeds, z, argmax, pool_size=pool_size, dropout=dropout, seed_index=seed_index
         )
         return z, argmax
@@ -340,7 +340,9 @@ def link_backward(grad: Tensor, z: Tensor, argmax: Tensor, pool_size: int, dropo
         sides = [pool_size * side for side in z.shape[2:]]
         layout = torch.channels_last if sides else torch.contiguous_format
         y_grad = torch.empty((*z.shape[:2], *sides), dtype=grad.dtype, device=z.device, memory_format=layout)
-        triton_kernels.link_backward(grad, z, argmax, y_grad, bias_partials, pool_size=pool_size, dropout=dropout)
+        triton_kernels.launch_link_backward(
+            grad, z, argmax, y_grad, bias_partials, pool_size=pool_size, dropout=dropout
+        )
         return y_grad, bias_partials
     zeroed = argmax == pool_size * pool_size if stores_argmax(pool_size, dropout) else z <= 0
     grad = torch.where(zeroed, 0, grad.float() / (1 - dropout)).to(grad.dtype)

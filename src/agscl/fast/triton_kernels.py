@@ -101,7 +101,7 @@ def _conv3x3_weight_grad(  # type: ignore[no-untyped-def]
         tl.store(write + (tap + 2) * IN, right_sum)
 
 
-def conv3x3_weight_grad(grad: Tensor, x: Tensor, partials: Tensor, tiling: Tiling) -> None:
+def launch_conv3x3_weight_grad(grad: Tensor, x: Tensor, partials: Tensor, tiling: Tiling) -> None:
     """Fill `partials` (chunks, out, 3, 3, in), whose sum over chunks is the weight gradient of a convolution of `x`."""
     examples, out_channels, height, width = grad.shape
     pixel_count = examples * height * width
@@ -172,7 +172,7 @@ def _conv_relu_input_forward(  # type: ignore[no-untyped-def]
     tl.store(y + pixels[:, None] * OUT + outputs[None, :], result.to(tl.bfloat16), mask=valid)
 
 
-def conv_relu_input_forward(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *, block: int) -> None:
+def launch_conv_relu_input_forward(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *, block: int) -> None:
     """Fill `y` (examples, out, height, width) with ReLU of a convolution of `x`, which has at most three channels."""
     examples, channels, height, width = x.shape
     pixel_count = examples * height * width
@@ -214,7 +214,7 @@ def _conv_relu_input_backward(  # type: ignore[no-untyped-def]
     tl.store(write, total, mask=(columns == 9 * CHANNELS)[None, :])
 
 
-def conv_relu_input_backward(
+def launch_conv_relu_input_backward(
     grad: Tensor, x: Tensor, y: Tensor, weight_partials: Tensor, bias_partials: Tensor, *, block: int
 ) -> None:
     """Fill the partial sums of the gradients of weight, (chunks, out, 3, 3, in), and bias, (chunks, out)."""
@@ -292,7 +292,7 @@ def _link_forward(  # type: ignore[no-untyped-def]
     tl.store(z + at, result.to(tl.bfloat16), mask=valid)
 
 
-def link_forward(
+def launch_link_forward(
     y: Tensor,
     bias: Tensor,
     seeds: Tensor,
@@ -351,7 +351,7 @@ def _link_backward(  # type: ignore[no-untyped-def]
     tl.store(bias_partials + chunk * CHANNELS + channels, tl.sum(total, 0), mask=channels < CHANNELS)
 
 
-def link_backward(
+def launch_link_backward(
     grad: Tensor, z: Tensor, argmax: Tensor, y_grad: Tensor, bias_partials: Tensor, *, pool_size: int, dropout: float
 ) -> None:
     """Fill `y_grad`, and `bias_partials` (chunks, channels), whose sum is the gradient of the bias."""
@@ -377,7 +377,7 @@ def _sum_partials(partials, result, count, length, ROWS: tl.constexpr, COLUMNS: 
     tl.store(result + columns, tl.sum(total, 0), mask=columns < length)
 
 
-def sum_partials(partials: Tensor, result: Tensor) -> None:
+def launch_sum_partials(partials: Tensor, result: Tensor) -> None:
     """Fill `result` (…) with the sum of `partials` (count, …) over the first dimension."""
     count, length = len(partials), result.numel()
     rows, columns = min(512, 1 << (count - 1).bit_length()), 16 if length <= 256 else 32

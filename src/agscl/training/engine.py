@@ -141,7 +141,7 @@ def make_engine(trainer: Trainer) -> Engine:
     captured = _uses_cuda_graphs(trainer)
     if not captured and not trainer.config.compile:
         return PlainEngine(trainer)
-    engine: Engine = importlib.import_module("agscl.fast.engine").make_engine(trainer, captured=captured)
+    engine: Engine = importlib.import_module("agscl.fast.engine").make_fast_engine(trainer, captured=captured)
     return engine
 
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from agscl import FineTune, MultiHead
-from agscl.fast import fused_adam
+from agscl.fast import split_adam
 from agscl.system import bitwise
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 
-TORCHS = {fused_adam.Adam: torch.optim.Adam, fused_adam.AdamW: torch.optim.AdamW}
+TORCHS = {split_adam.SplitAdam: torch.optim.Adam, split_adam.SplitAdamW: torch.optim.AdamW}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
@@ -26,7 +26,7 @@ def test_a_step_in_pieces_has_the_bits_of_torchs_own(monkeypatch, device, kind, 
     theirs = copy.deepcopy(mine)
     options = {"lr": 1e-2, "weight_decay": decay, "fused": True}
     optimizers = kind(mine.parameters(), **options), TORCHS[kind](theirs.parameters(), **options)
-    kept = torch._fused_adam_ if kind is fused_adam.Adam else torch._fused_adamw_
+    kept = torch._fused_adam_ if kind is split_adam.SplitAdam else torch._fused_adamw_
     widest = []
 
     def watched(parameters, *rest, **more):
@@ -108,12 +108,12 @@ def test_large_networks_are_cut_into_no_more_pieces_than_help(monkeypatch, width
     sizes = []
     monkeypatch.setattr(torch, "_fused_adam_", lambda parameters, *rest, **more: sizes.extend(map(len, parameters)))
     layer(torch.zeros(1, width)).sum().backward()
-    fused_adam.Adam(layer.parameters(), fused=True).step()
+    split_adam.SplitAdam(layer.parameters(), fused=True).step()
     assert len(sizes) == pieces
 
 
 def test_without_parameters_that_have_gradients_nothing_happens():
     layer = nn.Linear(2, 2)
     before = copy.deepcopy(layer.state_dict())
-    fused_adam.Adam(layer.parameters(), fused=True).step()
+    split_adam.SplitAdam(layer.parameters(), fused=True).step()
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())

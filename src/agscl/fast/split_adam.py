@@ -1,4 +1,4 @@
-"""Adam and AdamW with torch's fused kernel, bit for bit, faster for networks of up to some million weights.
+"""Adam and AdamW in pieces: torch's fused kernel and its bits, faster for networks of up to some million weights.
 
 Torch's kernel gives 65,536 elements of a tensor to one multiprocessor, and is launched for 36 tensors at a time, one
 launch after the other. Here parameters are split into about 128 pieces, and all launches run concurrently.
@@ -22,7 +22,7 @@ TENSORS_PER_LAUNCH = 36
 """How many tensors torch's fused kernel updates in one launch."""
 
 
-class _FusedInPieces(torch.optim.Optimizer):
+class _SplitOptimizer(torch.optim.Optimizer):
     """To be made with `fused=True`, for parameters of one dtype on one device."""
 
     add_param_group = without_dynamo(torch.optim.Optimizer.add_param_group)
@@ -83,11 +83,11 @@ class _FusedInPieces(torch.optim.Optimizer):
         return state
 
 
-class Adam(_FusedInPieces, torch.optim.Adam):
+class SplitAdam(_SplitOptimizer, torch.optim.Adam):
     """See `torch.optim.Adam`."""
 
 
-class AdamW(_FusedInPieces, torch.optim.AdamW):
+class SplitAdamW(_SplitOptimizer, torch.optim.AdamW):
     """See `torch.optim.AdamW`."""
 
 
