@@ -224,6 +224,6 @@ def test_for_alexnet_agscl_keeps_9344_importances_where_ewc_keeps_57_million():
     assert "anchors" in ours.upper_bounds
 
 
-def test_everything_counts_all_numbers_but_neither_digests_nor_bytes():
+def test_the_total_counts_all_numbers_but_neither_digests_nor_bytes():
     kept = Memory({"importances": 10, "anchors": 300, "masks": 10, "bases": 7, "digests": 160, "bytes": 99_999})
     assert (kept.importances, kept.total, kept.other_counts, kept.bytes) == (10, 327, {"bases": 7}, 99_999)

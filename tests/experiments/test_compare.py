@@ -41,7 +41,7 @@ def compared(tmp_path_factory):
     return folder, output
 
 
-def test_every_method_and_seed_is_a_run_of_its_own_and_fine_tuning_is_trained_once_per_seed(compared):
+def test_every_method_and_seed_is_a_separate_run_and_fine_tuning_is_trained_once_per_seed(compared):
     folder, _ = compared
     found = results(folder)
     assert sorted(found) == sorted(f"{name}-seed{seed}" for name in ("si", "l2", "finetune") for seed in (0, 1))
@@ -90,7 +90,7 @@ def test_the_same_command_repeats_no_finished_run(compared, monkeypatch, capsys)
     assert [(path, path.stat().st_mtime_ns) for path in logs] == before
 
 
-def test_another_configuration_under_the_same_name_is_refused(compared, monkeypatch, capsys):
+def test_a_different_configuration_under_the_same_name_is_refused(compared, monkeypatch, capsys):
     monkeypatch.chdir(compared[0])
     assert main([*SMALL, "--lr", "0.5"]) == 2
     assert "training.lr is" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from agscl.runs import Run, RunError
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
 
-def test_an_axis_tries_the_base_and_what_its_factors_make_of_it():
+def test_an_axis_tries_the_base_value_and_its_multiples():
     assert [one["lam"] for one in Axis("lam", (0.1, 1.0, 3.0)).list_candidates({"lam": 5.0, "mu": 1.0})] == [
         5.0,
         15.0,
@@ -22,7 +22,7 @@ def test_an_axis_tries_the_base_and_what_its_factors_make_of_it():
     assert [one["rho"] for one in Axis("rho", values=(0.1, 0.5)).list_candidates({"rho": 0.3})] == [0.3, 0.5, 0.1]
 
 
-def test_a_search_goes_beyond_the_first_and_the_last_value_by_the_step_next_to_it():
+def test_an_axis_is_extended_beyond_its_ends_by_the_ratio_of_its_outermost_factors():
     axis = Axis("lam", (0.1, 0.5, 1.0, 3.0))
     tried = {1.0, 5.0, 10.0, 30.0}
     assert axis.extend({"lam": 1.0, "mu": 7.0}, tried) == [{"lam": 0.2, "mu": 7.0}]
@@ -66,7 +66,7 @@ def test_a_run_that_diverged_is_a_bad_setting_and_is_not_tried_again(tmp_path, m
     assert asked == [2, 1], "the finished one is left to whoever runs jobs"
 
 
-def test_what_diverged_with_another_configuration_is_tried_again(tmp_path, capsys, monkeypatch):
+def test_a_choice_that_diverged_with_another_configuration_is_tried_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "l2", (Axis("lam", values=(1.0,)),))
     asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s"]
     asked += ["--checkpoint-every", "1000", "--set"]  # with one it would be kept, however slow the machine
@@ -93,14 +93,14 @@ def test_a_search_can_be_limited_to_some_settings(tmp_path, monkeypatch):
         searching.search_settings("digits", "agscl", tmp_path, lambda jobs: None, only=["eta"])
 
 
-def test_a_search_can_be_told_the_values_of_its_first_setting(tmp_path, monkeypatch):
+def test_a_search_can_be_given_the_values_of_its_first_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(searching, "score_job", lambda job: job.config.settings["lam"])
     found = searching.search_settings("digits", "agscl", tmp_path, lambda jobs: None, values=[7.0, 70.0])
     assert [one.settings["lam"] for one in found] == [70.0, 7.0]
     assert len({(one.settings["mu"], one.settings["rho"]) for one in found}) == 1
 
 
-def test_a_search_judges_by_validation_data_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+def test_a_search_scores_by_validation_accuracy_and_continues_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "agscl", (Axis("lam", (0.0001, 1.0)), Axis("mu", (0.5, 1.0))))
     monkeypatch.setattr(searching, "MAX_EXTENSIONS", 0)
     asked = ["search", "digits", "--method", "agscl", "--epochs", "2", "--runs", str(tmp_path), "--name", "s"]
@@ -144,7 +144,7 @@ def test_on_several_seeds_the_mean_decides_and_one_that_diverged_rules_a_choice_
         searching.search_settings("digits", "l2", tmp_path, lambda jobs: None, seeds=0)
 
 
-def test_a_search_goes_on_with_more_seeds_from_the_runs_of_the_first(tmp_path, capsys, monkeypatch):
+def test_a_search_with_more_seeds_reuses_the_runs_of_the_first_seed(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(AXES, "l2", (Axis("lam", (0.1, 1.0)),))
     monkeypatch.setattr(searching, "MAX_EXTENSIONS", 0)
     asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s"]
@@ -170,12 +170,12 @@ def test_a_search_goes_on_with_more_seeds_from_the_runs_of_the_first(tmp_path, c
     assert first == {one["valid_accuracy"] for one in alone}, "the other seeds' runs play no part"
 
 
-def test_what_has_nothing_to_search_is_named(tmp_path, capsys):
+def test_a_method_without_settings_to_search_is_refused(tmp_path, capsys):
     assert main(["search", "digits", "--method", "frozen", "--runs", str(tmp_path)]) == 2
     assert "frozen has no settings to search" in capsys.readouterr().err
 
 
-def test_every_axis_is_a_setting_of_its_method_and_the_grid_holds_the_start():
+def test_every_axis_is_a_setting_of_its_method_and_the_factors_include_1():
     from agscl.experiments.methods import METHODS
 
     for method, axes in AXES.items():

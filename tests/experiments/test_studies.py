@@ -20,7 +20,7 @@ from agscl.experiments.studies import RHOS
 SHORT = ["digits", "--epochs", "1", "--name", "studied", "--jobs", "2"]
 
 
-def test_a_trade_off_goes_over_strengths_around_the_presets_with_each_part_left_out(tmp_path):
+def test_the_trade_off_varies_lambda_around_the_presets_for_every_form(tmp_path):
     lines = studies.plan_study("cifar100", "tradeoff", 1, tmp_path)
     found: dict[str, list[float]] = {}
     for line in lines[1:]:
@@ -55,13 +55,13 @@ def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path,
 
 
 @pytest.mark.parametrize("lam", [0.0, math.inf])
-def test_a_trade_off_needs_a_strength_to_go_around(tmp_path, lam):
+def test_the_trade_off_needs_a_lambda_above_0_and_below_infinity(tmp_path, lam):
     with pytest.raises(ValueError, match="varies λ around agscl's value, which is"):
         studies.plan_study("cifar100", "tradeoff", 1, tmp_path, settings={"agscl": {"lam": lam}})
     studies.plan_study("cifar100", "reinit", 1, tmp_path, settings={"agscl": {"lam": lam}})
 
 
-def test_rho_goes_from_a_tenth_to_a_half_with_mas_beside_it(tmp_path):
+def test_the_study_rho_goes_from_a_tenth_to_a_half_and_includes_mas(tmp_path):
     lines = studies.plan_study("cifar100", "rho", 1, tmp_path, settings={"agscl": {"mu": 3.0}})
     settings = [(line.method, line.jobs[0].config.settings) for line in lines[1:]]
     assert [(method, one.get("rho"), one.get("mu")) for method, one in settings] == [
@@ -99,7 +99,7 @@ def test_studies_share_their_runs_and_keep_the_seeds_they_have(tmp_path, capsys,
     assert reference["plasticity"]["values"] == [1, 1]
 
 
-def test_importances_tell_which_nodes_matter_after_the_first_task_and_after_all(tmp_path, capsys, monkeypatch):
+def test_importances_show_which_nodes_matter_after_the_first_task_and_after_the_last(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     words = ["study", "aopc", "digits", "--name", "studied"]
@@ -150,7 +150,7 @@ def studied(finished, tmp_path, capsys, monkeypatch):
     return study
 
 
-def test_what_was_measured_is_kept_seed_by_seed_and_measured_anew_of_other_weights(studied, monkeypatch):
+def test_measured_seeds_are_stored_one_by_one_and_measured_again_when_the_weights_changed(studied, monkeypatch):
     once = aopc_module._measure_run
 
     def interrupted(job, note):
@@ -181,14 +181,14 @@ def test_what_was_measured_is_kept_seed_by_seed_and_measured_anew_of_other_weigh
 @pytest.mark.parametrize(
     "content", ["{}", '{"seeds": {"0": 3}}', '{"seeds": {"0": {}}}', '{"seeds": {"0": {"after": 3}}}', "{"]
 )
-def test_a_damaged_file_of_measurements_is_said(studied, content):
+def test_a_damaged_file_of_measurements_is_an_error(studied, content):
     Path("runs/studied/aopc.json").write_text(content)
     code, said = studied("aopc")
     assert code == 1
     assert "Remove it" in said
 
 
-def test_the_first_task_is_learned_again_with_as_many_threads_as_the_run_had(studied, monkeypatch):
+def test_the_first_task_is_trained_again_with_the_threads_of_the_run(studied, monkeypatch):
     Path("runs/studied/aopc.json").unlink()
     seen, before = [], torch.get_num_threads()
     once = aopc_module.build_trainer
@@ -204,7 +204,7 @@ def test_the_first_task_is_learned_again_with_as_many_threads_as_the_run_had(stu
     assert seen == [1, 1]
 
 
-def test_other_data_than_a_run_learned_is_refused(studied, monkeypatch):
+def test_changed_data_is_refused(studied, monkeypatch):
     Path("runs/studied/aopc.json").unlink()
     path = Path("runs/studied/agscl-seed0/data.json")
     path.write_text(path.read_text().replace(": ", ": 1"))
@@ -213,7 +213,7 @@ def test_other_data_than_a_run_learned_is_refused(studied, monkeypatch):
     assert "changed since it was started" in said
 
 
-def test_a_studys_folder_is_no_run_and_a_comparison_there_takes_none_of_its_forms(studied, capsys):
+def test_a_studys_folder_is_not_a_run_and_a_comparison_there_ignores_its_forms(studied, capsys):
     assert main(["run", "digits", "--epochs", "1", "--name", "studied"]) == 2
     assert "a search or a study, not a run" in capsys.readouterr().err
     assert main(["compare", "digits", "--epochs", "1", "--name", "studied", "--methods", "agscl", "--seeds", "1"]) == 0
@@ -221,7 +221,7 @@ def test_a_studys_folder_is_no_run_and_a_comparison_there_takes_none_of_its_form
     assert "prox" not in compared["agscl"]["settings"]
 
 
-def test_settings_of_single_methods_are_given_with_their_names(studied):
+def test_settings_of_single_methods_need_the_methods_name(studied):
     assert studied("prox", "--set", "agscl.mu=3", "--name", "other")[0] == 0
     config = json.loads(Path("runs/other/agscl-prox=False-seed0/config.json").read_text())
     assert config["settings"]["mu"] == 3
@@ -237,7 +237,7 @@ def test_where_every_run_fails_there_is_no_empty_table(studied):
     assert "acc., %" not in said
 
 
-def test_a_run_whose_last_checkpoint_is_gone_is_said(studied):
+def test_a_run_whose_last_checkpoint_is_missing_is_an_error(studied):
     for path in [*Path("runs/studied/agscl-seed0/checkpoints").iterdir(), Path("runs/studied/aopc.json")]:
         path.unlink()
     code, said = studied("aopc")
@@ -246,7 +246,7 @@ def test_a_run_whose_last_checkpoint_is_gone_is_said(studied):
     assert "once more" not in said
 
 
-def test_what_is_no_study_is_said_with_those_there_are(tmp_path, capsys, monkeypatch):
+def test_an_unknown_study_is_refused_with_the_known_ones(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["study", "lambda"]) == 2
     assert "Available: reinit, tradeoff, rho, prox, aopc" in capsys.readouterr().err
@@ -255,7 +255,7 @@ def test_what_is_no_study_is_said_with_those_there_are(tmp_path, capsys, monkeyp
     assert not Path("runs").exists()
 
 
-def test_the_benchmark_of_studies_says_what_it_ran(tmp_path, monkeypatch):
+def test_the_benchmark_of_studies_records_what_it_ran(tmp_path, monkeypatch):
     import importlib
     import sys
 

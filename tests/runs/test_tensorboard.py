@@ -14,7 +14,7 @@ def read(folder):
     return {tag: [(point.step, point.value) for point in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_a_run_is_shown_in_tensorboard_as_in_its_log_and_a_finished_one_too(tmp_path, capsys):
+def test_tensorboard_has_the_events_of_a_run_and_of_a_finished_run_too(tmp_path, capsys):
     asked = [*QUICK, "--runs", str(tmp_path), "--tensorboard"]
     assert main(asked) == 0
     shown = read(tmp_path / "board")
@@ -32,7 +32,7 @@ def test_a_run_is_shown_in_tensorboard_as_in_its_log_and_a_finished_one_too(tmp_
     assert read(tmp_path / "board") == shown
 
 
-def test_without_tensorboard_the_way_to_get_it_is_said_before_anything_runs(tmp_path, capsys, monkeypatch):
+def test_without_tensorboard_installed_the_command_says_how_to_install_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "agscl.cli.run.importlib.util.find_spec", lambda name: None if name == "tensorboard" else object()
     )

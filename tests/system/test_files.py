@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from agscl.system.files import encode_json, lock_file, write_if_changed
+from agscl.system.files import encode_json, lock_file, write_atomically, write_if_changed
 
 HOLD = """
 import sys, time
@@ -82,3 +83,16 @@ def test_a_file_that_holds_the_same_already_is_not_written_again(tmp_path):
 
 def test_infinite_numbers_become_strings_in_json():
     assert encode_json({"a": [float("inf"), 1.5]}, indent=None) == b'{"a": ["inf", 1.5]}\n'
+
+
+def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"

@@ -1,0 +1,92 @@
+import math
+
+import pytest
+import torch
+
+from agscl.runs import Checkpoints, hash_state
+
+STATE = {
+    "weights": {"a/b": torch.arange(6.0).view(2, 3), "a~b": torch.tensor(-0.0)},
+    "kinds": [
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.tensor([1.0, float("inf"), float("nan")], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.zeros(0, 4),
+        torch.arange(6).view(2, 3).T,
+    ],
+    "plain": {"none": None, "true": True, "number": 0.1 + 0.2, "endless": -math.inf, "text": "λ", "list": [1, [2]]},
+}
+
+
+def numbered(folder, count):
+    checkpoints = Checkpoints(folder)
+    for number in range(1, count + 1):
+        checkpoints.save({"number": number, "tensor": torch.full((100,), float(number))})
+    return checkpoints
+
+
+def test_a_checkpoint_gives_back_every_bit_dtype_and_shape(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(STATE)
+    loaded = checkpoints.load()
+    assert hash_state(loaded) == hash_state(STATE)
+    assert loaded["plain"] == STATE["plain"]
+    for old, new in zip(STATE["kinds"], loaded["kinds"], strict=True):
+        assert (old.dtype, old.shape) == (new.dtype, new.shape)
+    assert math.copysign(1, loaded["weights"]["a~b"]) == -1
+
+
+def test_tensors_that_share_memory_are_stored_each_on_its_own(tmp_path):
+    base = torch.arange(4.0)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"all": base, "part": base[:2]})
+    assert checkpoints.load()["part"].tolist() == [0, 1]
+
+
+def test_the_hash_of_a_state_depends_on_signs_of_zero_dtypes_and_names():
+    base = hash_state({"a": torch.tensor([0.0, 1.0])})
+    assert hash_state({"a": torch.tensor([-0.0, 1.0])}) != base
+    assert hash_state({"a": torch.tensor([0.0, 1.0], dtype=torch.float64)}) != base
+    assert hash_state({"b": torch.tensor([0.0, 1.0])}) != base
+
+
+def test_what_json_cannot_hold_is_refused_when_saving(tmp_path):
+    with pytest.raises(TypeError, match="cannot hold object"):
+        Checkpoints(tmp_path).save({"a": object()})
+    with pytest.raises(TypeError, match="must be a string"):
+        Checkpoints(tmp_path).save({"a": {1: 2}})
+    assert Checkpoints(tmp_path).load() is None
+
+
+def test_only_the_newest_two_checkpoints_are_kept(tmp_path):
+    checkpoints = numbered(tmp_path, 5)
+    assert checkpoints.list_numbers() == [4, 5]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert checkpoints.load()["number"] == 5
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "gone"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_is_used(tmp_path, kind, damage):
+    checkpoints = numbered(tmp_path, 2)
+    path = tmp_path / f"000002.{kind}"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"truncated": content[:-7], "empty": b"", "flipped": content}[damage])
+    assert checkpoints.load()["number"] == 1
+    assert set(checkpoints.damaged) == (set() if (damage, kind) == ("gone", "json") else {2})
+
+    checkpoints.save({"number": 3})
+    assert checkpoints.load()["number"] == 3
+    assert 1 in checkpoints.list_numbers(), "the good one before a damaged one must not be dropped for it"
+
+
+def test_when_every_checkpoint_is_damaged_there_is_none(tmp_path):
+    checkpoints = numbered(tmp_path, 2)
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    assert checkpoints.load() is None
+    assert set(checkpoints.damaged) == {1, 2}
