@@ -62,7 +62,7 @@ def grid(name: str, network: str, optimizer: str) -> list[dict[str, Any]]:
         return [{**GRIDS[name][0], "mu": mu, "rho": rho, "prox_every": "step"} for mu in SGD_MU for rho in (0.3, 0.6)]
     found = GRIDS[name]
     if name in STEADY and optimizer == "sgd":
-        found = [{**settings, "steady": True} for settings in STEADY[name]]
+        found = [{**settings, "clip_penalty_step": True} for settings in STEADY[name]]
     if name in STEADY and network == "residual":
         frozen = [] if optimizer == "sgd" else found[::2]  # at SGD's rate a network without normalisation diverges
         found = [{**one, "batchnorm": "freeze"} for one in frozen] + [{**one, "batchnorm": "shared"} for one in found]

@@ -20,7 +20,8 @@ from measured import record
 from agscl import MultiHead, NodeGraph
 from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
-from agscl.methods._parts.lifecycle import Method, NodeMethod
+from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
 
 TASKS = {  # as many as the paper's sequence has; digits has 5 for mlp
@@ -32,7 +33,7 @@ TASKS = {  # as many as the paper's sequence has; digits has 5 for mlp
     "atari": (8, 18),
 }
 """Tasks, and classes in each."""
-START = {"fresh": "start"}  # a pre-trained network begins again from its trained weights, so they are kept
+START = {"reinit_from": "start"}  # a pre-trained network begins again from its trained weights, so they are kept
 METHODS_AND_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "agscl": ("agscl", {}),
     "agscl, fresh=start": ("agscl", START),

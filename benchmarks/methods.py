@@ -39,7 +39,8 @@ from torch import Tensor
 
 from agscl import AGSCL, MultiHead
 from agscl.experiments.methods import METHODS
-from agscl.methods._parts.lifecycle import Method, NodeMethod, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks.cifar import CifarTrunk
 from agscl.system.process import tune_malloc
 
@@ -180,7 +181,7 @@ def time_captured(contenders: dict[str, Contender], rounds: int, steps: int) -> 
         try:
             replays[name] = captured(contender)
             if contender.method is not None:
-                repeats = contender.method.same_every_epoch
+                repeats = contender.method.end_epoch_capturable
                 ends[name] = graph_of(contender.method.end_epoch) if repeats else contender.method.end_epoch
         except Exception as error:  # the others are still worth timing
             replays.pop(name, None)

@@ -21,7 +21,7 @@ epochs = 20
 trunk = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU())
 model = MultiHead(trunk)
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-method = AGSCL(model, mu=20, lam=1000, rho=0.3)
+method = AGSCL(model, tasks[0].train_x[:2], mu=20, lam=1000, rho=0.3)
 
 for task in tasks:
     model.add_head(task.name, task.classes)

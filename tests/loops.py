@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from agscl import MultiHead
 from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.node_method import NodeMethod
 
 
 def mlp(width: int = 32, inputs: int = 16) -> nn.Sequential:
@@ -25,6 +26,13 @@ def blobs(number: int, classes: int = 3, inputs: int = 16, size: int = 48) -> li
     y = torch.randint(classes, (size,), generator=draw)
     x = centres[y] + 0.5 * torch.randn(size, inputs, generator=draw)
     return list(zip(x.split(size // 4), y.split(size // 4), strict=True))
+
+
+def make(kind: type[Method], model: nn.Module, *, inputs: int = 16, **settings: Any) -> Method:
+    """A method of any kind on a model that reads vectors."""
+    if issubclass(kind, NodeMethod):
+        settings = {"example_input": torch.zeros(2, inputs), **settings}
+    return kind(model, **settings)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from agscl import AGSCL, Certificate, FineTune, MultiHead
-from agscl.certificate import NEVER, Probe, group_digests, verify
-from loops import adam, bits, learn, mlp
+from agscl.certificate import NEVER, ProbeOutputs, digest_groups, verify
+from loops import adam, bits, learn, make, mlp
 
 
 def chain(tasks=3, cls=AGSCL, **settings):
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
     optimizer = adam(model)
-    method = cls(model, **settings)
+    method = make(cls, model, **settings)
     certificates = []
     for number in range(tasks):
         learn(method, optimizer, number)
@@ -131,14 +131,14 @@ def test_fine_tuning_certifies_its_heads_and_nothing_else():
 def test_the_probe_is_a_second_witness_equal_to_the_bit_under_the_same_conditions():
     method, certificates, _ = chain(**GOOD)
     probe = certificates[0].probe
-    batch = Probe.draw(probe.shape, probe.seed)
+    batch = ProbeOutputs.draw_batch(probe.shape, probe.seed)
     assert probe.same_environment(batch)
-    assert probe.compare(batch, method.outputs(batch)) == {"t0": 0.0}
+    assert probe.compare(batch, method.head_outputs(batch)) == {"t0": 0.0}
     with torch.no_grad():
         method.model.trunk[0].weight[certificates[0].important[0]] += 1
-    assert probe.compare(batch, method.outputs(batch))["t0"] > 0
+    assert probe.compare(batch, method.head_outputs(batch))["t0"] > 0
     with pytest.raises(ValueError, match="batch"):
-        probe.compare(batch + 1, method.outputs(batch))
+        probe.compare(batch + 1, method.head_outputs(batch))
 
 
 def test_a_probe_of_ones_own_is_known_by_its_digest_and_never_stored():
@@ -146,7 +146,7 @@ def test_a_probe_of_ones_own_is_known_by_its_digest_and_never_stored():
     batch = torch.rand(5, 16)
     probe = method.certificate(batch).probe
     assert probe.seed is None
-    assert probe.compare(batch, method.outputs(batch)) == {"t0": 0.0}
+    assert probe.compare(batch, method.head_outputs(batch)) == {"t0": 0.0}
 
 
 def test_it_says_in_one_line_what_it_proves():
@@ -158,8 +158,8 @@ def test_it_says_in_one_line_what_it_proves():
 
 
 def test_digests_tell_negative_from_positive_zero():
-    one = group_digests({"w": torch.tensor([[0.0]])}, {"w": [0]}, 1)
-    other = group_digests({"w": torch.tensor([[-0.0]])}, {"w": [0]}, 1)
+    one = digest_groups({"w": torch.tensor([[0.0]])}, {"w": [0]}, 1)
+    other = digest_groups({"w": torch.tensor([[-0.0]])}, {"w": [0]}, 1)
     assert one != other
 
 

@@ -27,31 +27,41 @@ from torch import Tensor
 from agscl.system.files import write_atomically
 from agscl.system.tf32 import tf32_allowed
 
-__all__ = ["NEVER", "Certificate", "Finding", "Layout", "Probe", "Verdict", "digest", "group_digests", "verify"]
+__all__ = [
+    "NEVER",
+    "Certificate",
+    "Finding",
+    "Layout",
+    "ProbeOutputs",
+    "Verdict",
+    "digest_groups",
+    "digest_tensors",
+    "verify",
+]
 
 FORMAT = "agscl-certificate-1"
 NEVER = 2**31 - 1  # the "first important task" of a node that is still free
 
 
-def _bytes(tensor: Tensor) -> Any:
+def _row_bytes(tensor: Tensor) -> Any:
     """(rows, bytes) of a tensor, as numpy."""
     flat = tensor.detach().cpu().contiguous()
     return flat.reshape(len(flat) if flat.dim() else 1, -1).view(torch.uint8).numpy()
 
 
-def digest(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
+def digest_tensors(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
     """One digest over the bits of the named tensors."""
     total = blake2b(digest_size=16)
     for name in names:
-        total.update(_bytes(tensors[name]).tobytes())
+        total.update(_row_bytes(tensors[name]).tobytes())
     return total.hexdigest()
 
 
-def group_digests(tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], size: int) -> list[str]:
+def digest_groups(tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], size: int) -> list[str]:
     """A digest per group over the bits of all its rows; `rows[name][r]` is the group of row r of that tensor."""
     totals = [blake2b(digest_size=16) for _ in range(size)]
     for name, groups in rows.items():
-        for group, row in zip(groups, _bytes(tensors[name]), strict=True):
+        for group, row in zip(groups, _row_bytes(tensors[name]), strict=True):
             if group >= 0:
                 totals[group].update(row.tobytes())
     return [total.hexdigest() for total in totals]
@@ -72,7 +82,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeOutputs:
     """Outputs of the heads on a batch of inputs, and all that their bits depend on."""
 
     shape: list[int]
@@ -82,7 +92,7 @@ class Probe:
     outputs: dict[str, dict[str, Any]]
 
     @staticmethod
-    def environment_of(tensor: Tensor) -> dict[str, str | int]:
+    def describe_environment(tensor: Tensor) -> dict[str, str | int]:
         device = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else tensor.device.type
         environment: dict[str, str | int] = {
             "device": device,
@@ -96,11 +106,11 @@ class Probe:
         return environment
 
     @staticmethod
-    def draw(shape: Sequence[int], seed: int) -> Tensor:
+    def draw_batch(shape: Sequence[int], seed: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
     @classmethod
-    def of(cls, batch: Tensor, outputs: Mapping[str, Tensor], seed: int | None) -> Probe:
+    def from_outputs(cls, batch: Tensor, outputs: Mapping[str, Tensor], seed: int | None) -> ProbeOutputs:
         stored = {
             task: {
                 "shape": list(output.shape),
@@ -108,11 +118,13 @@ class Probe:
             }
             for task, output in outputs.items()
         }
-        return cls(list(batch.shape), seed, digest({"x": batch}, ["x"]), cls.environment_of(batch), stored)
+        return cls(
+            list(batch.shape), seed, digest_tensors({"x": batch}, ["x"]), cls.describe_environment(batch), stored
+        )
 
     def compare(self, batch: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
         """Largest difference per task between the stored outputs and these; 0.0 means equal bits."""
-        if digest({"x": batch}, ["x"]) != self.digest:
+        if digest_tensors({"x": batch}, ["x"]) != self.digest:
             raise ValueError("This is not the batch that the certificate's outputs were computed on.")
         differences = {}
         for task, stored in self.outputs.items():
@@ -124,7 +136,7 @@ class Probe:
         return differences
 
     def same_environment(self, batch: Tensor) -> bool:
-        return self.environment == self.environment_of(batch) and self.shape == list(batch.shape)
+        return self.environment == self.describe_environment(batch) and self.shape == list(batch.shape)
 
 
 @dataclass(frozen=True)
@@ -158,7 +170,7 @@ class Certificate:
     head_tensors: dict[str, list[str]]  # task -> names of its head's tensors
     moved_heads: list[str] = field(default_factory=list)  # tasks whose head changed since they were learned
     notes: list[str] = field(default_factory=list)  # what this certificate does not cover
-    probe: Probe | None = None
+    probe: ProbeOutputs | None = None
 
     @property
     def important(self) -> list[int]:
@@ -187,14 +199,16 @@ class Certificate:
             raise ValueError(
                 f"These tensors of the certificate are not in the weights given: {', '.join(missing[:5])}."
             )
-        now = group_digests(tensors, self.layout.rows, self.layout.size)
+        now = digest_groups(tensors, self.layout.rows, self.layout.size)
         nonzero = {}
         for name in self.layout.readers:
             pattern = self._zero_pattern(name)
             weight = tensors[name].detach().float().cpu().numpy().reshape(*pattern.shape, -1)
             if count := int(((weight != 0).any(2) & pattern).sum()):
                 nonzero[name] = count
-        heads = [task for task, names in self.head_tensors.items() if digest(tensors, names) != self.heads[task]]
+        heads = [
+            task for task, names in self.head_tensors.items() if digest_tensors(tensors, names) != self.heads[task]
+        ]
         return Finding([g for g in self.important if now[g] != self.digests[g]], nonzero, heads)
 
     def __str__(self) -> str:
@@ -225,7 +239,7 @@ class Certificate:
             raise ValueError(f"{path} is not a certificate of the format {FORMAT}.")
         probe = data.pop("probe")
         try:
-            return cls(layout=Layout(**data.pop("layout")), probe=Probe(**probe) if probe else None, **data)
+            return cls(layout=Layout(**data.pop("layout")), probe=ProbeOutputs(**probe) if probe else None, **data)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a whole certificate: {error}.") from None
 

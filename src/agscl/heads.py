@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HeadPlace", "Heads", "MultiHead", "check_name", "task_names"]
+__all__ = ["HeadPlace", "Heads", "MultiHead", "check_task_name", "make_task_names"]
 
 Outputs = int | nn.Module | Mapping[str, int | nn.Module]
 HeadPlace = str | Callable[[nn.Module, str], nn.Module]
 
 
-def check_name(task: str) -> None:
-    """Raise where this cannot be a task's name: its head is an attribute of a module."""
+def check_task_name(task: str) -> None:
+    """Raise ValueError for a string that cannot name a task: its head becomes an attribute of a module."""
     if not isinstance(task, str) or not task or "." in task:
         raise ValueError(f"A task's name is a non-empty string without dots; {task!r} is not.")
     if hasattr(nn.ModuleDict(), task):
         raise ValueError(f"{task!r} cannot be a task's name: modules have an attribute of that name.")
 
 
-def task_names(names: Iterable[str]) -> list[str]:
-    """Names for tasks that are as near as can be to those given, which may be anything."""
-    found: list[str] = []
+def make_task_names(names: Iterable[str]) -> list[str]:
+    """Valid, distinct task names that are close to the given strings, which may be anything."""
+    valid: list[str] = []
     for name in names:
-        near = name.encode(errors="backslashreplace").decode().replace(".", "_") or "unnamed"
-        if hasattr(nn.ModuleDict(), near):
-            near += "_"
-        number = next(number for number in count(1) if _numbered(near, number) not in found)
-        found.append(_numbered(near, number))
-    return found
+        base = name.encode(errors="backslashreplace").decode().replace(".", "_") or "unnamed"
+        if hasattr(nn.ModuleDict(), base):
+            base += "_"
+        number = next(number for number in count(1) if _add_number(base, number) not in valid)
+        valid.append(_add_number(base, number))
+    return valid
 
 
-def _numbered(name: str, number: int) -> str:
+def _add_number(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
@@ -47,8 +48,7 @@ class MultiHead(nn.Module):
     >>> model.add_head("pong", {"actor": 6, "critic": 1})  # model(x, "pong") then returns a dict
     >>> logits = model(x, "birds")
 
-    The number of features is found from the trunk: a linear head added before the trunk ever ran takes
-    its shape at the first forward pass.
+    A linear head that is added before the trunk ever ran takes its number of inputs at the first forward pass.
     """
 
     def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
@@ -59,19 +59,19 @@ class MultiHead(nn.Module):
 
     def add_head(self, task: str, outputs: Outputs) -> nn.Module:
         """Add the head of a new task: a number of outputs, a module, or a dict of either."""
-        check_name(task)
+        check_task_name(task)
         if task in self.heads:
             raise ValueError(f"Task {task!r} has a head already. Tasks with a head: {', '.join(self.heads)}.")
         if isinstance(outputs, Mapping):
             if not outputs:
                 raise ValueError(f"The head of task {task!r} has no outputs: the dict is empty.")
-            head: nn.Module = nn.ModuleDict({name: self._layer(task, part) for name, part in outputs.items()})
+            head: nn.Module = nn.ModuleDict({name: self._make_layer(task, part) for name, part in outputs.items()})
         else:
-            head = self._layer(task, outputs)
+            head = self._make_layer(task, outputs)
         self.heads[task] = head
         return head
 
-    def _layer(self, task: str, outputs: int | nn.Module) -> nn.Module:
+    def _make_layer(self, task: str, outputs: int | nn.Module) -> nn.Module:
         if isinstance(outputs, nn.Module):
             return outputs
         if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 1:
@@ -89,10 +89,11 @@ class MultiHead(nn.Module):
             raise KeyError(f"Task {task!r} has no head: call add_head first. Tasks with a head: {known}.") from None
         features = self.trunk(x)
         if isinstance(head, nn.ModuleDict):
-            return {name: self._read(part, features) for name, part in head.items()}
-        return self._read(head, features)
+            return {name: self.run_head(part, features) for name, part in head.items()}
+        return self.run_head(head, features)
 
-    def _read(self, head: nn.Module, features: Tensor) -> Any:
+    def run_head(self, head: nn.Module, features: Tensor) -> Any:
+        """The output of a head, or of one part of a dict head, for the trunk's features."""
         if isinstance(head, nn.Linear):
             features = features.flatten(1)
             self.features = features.shape[1]
@@ -100,7 +101,7 @@ class MultiHead(nn.Module):
 
 
 class Heads:
-    """Where the heads of a model are, and which of them belongs to which task.
+    """Where the heads of a model are, which belongs to which task, and how the model is called for a task.
 
     `place` is None for a `MultiHead`; otherwise the name of an `nn.ModuleList` (one head per task, in the order
     in which tasks begin), of an `nn.ModuleDict` (by task name), of a single module that all tasks share, or a
@@ -130,16 +131,21 @@ class Heads:
             raise ValueError(f"heads is the name of a module or a function (model, task) -> module, not {place!r}.")
 
     @property
-    def shared(self) -> bool:
-        """Whether all tasks share one head (which no task can then protect)."""
+    def is_shared(self) -> bool:
+        """Whether all tasks share one head (which no method can protect)."""
         return self._container is not None and not isinstance(self._container, nn.ModuleList | nn.ModuleDict)
 
     @property
-    def listed(self) -> bool:
-        """Whether heads are a list, so that a task may go by its number."""
+    def is_list(self) -> bool:
+        """Whether heads are an `nn.ModuleList`, so that a model may be called with a task's number."""
         return isinstance(self._container, nn.ModuleList)
 
-    def of(self, task: str, tasks: list[str]) -> nn.Module:
+    @property
+    def existing_tasks(self) -> list[str]:
+        """Names of the tasks that have a head, where these are known: those of an `nn.ModuleDict`."""
+        return list(self._container) if isinstance(self._container, nn.ModuleDict) else []
+
+    def get_head(self, task: str, tasks: Sequence[str]) -> nn.Module:
         """The head of `task`, one of `tasks` (in the order in which they began)."""
         container = self._container
         if container is None:
@@ -155,7 +161,7 @@ class Heads:
                 )
             return container[task]
         if isinstance(container, nn.ModuleList):
-            position = tasks.index(task)
+            position = list(tasks).index(task)
             if position >= len(container):
                 raise ValueError(
                     f"Task {task!r} is number {position + 1}, but {self.prefix!r} holds {len(container)} heads."
@@ -163,20 +169,72 @@ class Heads:
             return container[position]
         return container
 
-    def parameters(self, tasks: list[str]) -> dict[str, nn.Parameter]:
+    def parameters(self, tasks: Sequence[str]) -> dict[str, nn.Parameter]:
         """Parameters of all heads, also of tasks that have not begun, by their name in the model."""
         if self._container is not None:
             return {f"{self.prefix}.{name}": p for name, p in self._container.named_parameters()}
-        mine = {id(p) for task in tasks for p in self.of(task, tasks).parameters()}
-        return {name: p for name, p in self.model.named_parameters() if id(p) in mine}
+        ids = {id(p) for task in tasks for p in self.get_head(task, tasks).parameters()}
+        return {name: p for name, p in self.model.named_parameters() if id(p) in ids}
 
-    def others(self, task: str, tasks: list[str]) -> Iterator[nn.Parameter]:
+    def other_parameters(self, task: str, tasks: Sequence[str]) -> Iterator[nn.Parameter]:
         """Parameters of the heads of every other task."""
-        mine = {id(p) for p in self.of(task, tasks).parameters()}
-        return (p for p in self.parameters(tasks).values() if id(p) not in mine)
+        own = {id(p) for p in self.get_head(task, tasks).parameters()}
+        return (p for p in self.parameters(tasks).values() if id(p) not in own)
 
-    def names(self, task: str, tasks: list[str]) -> list[str]:
+    def modules(self, tasks: Sequence[str]) -> set[int]:
+        """Ids of all modules within the heads of `tasks`."""
+        return {id(module) for task in tasks for module in self.get_head(task, tasks).modules()}
+
+    def tensor_names(self, task: str, tasks: Sequence[str]) -> list[str]:
         """Names, in the model's state_dict, of the tensors of the head of `task`."""
-        head = self.of(task, tasks)
+        head = self.get_head(task, tasks)
         prefix = next(name for name, module in self.model.named_modules() if module is head)
         return [f"{prefix}.{name}" for name in head.state_dict()]
+
+    # Calling the model for a task ------------------------------------------------------------------------------------
+
+    @property
+    def task_position(self) -> int | None:
+        """Which argument of the model's forward pass is the task: the one of that name, or the second if required."""
+        parameters = list(inspect.signature(self.model.forward).parameters.values())
+        for position, parameter in enumerate(parameters):
+            if parameter.name == "task":
+                return position
+        second = parameters[1] if len(parameters) > 1 else None
+        required = second is not None and second.kind is second.POSITIONAL_OR_KEYWORD and second.default is second.empty
+        return 1 if required else None
+
+    @property
+    def takes_task(self) -> bool:
+        """Whether the model's forward pass is told the task."""
+        return self.task_position is not None
+
+    def call_model(self, inputs: Any, task: str, tasks: Sequence[str], model: Callable[..., Any] | None = None) -> Any:
+        """Run the model (or `model`, called alike) on `inputs` for `task`: a tensor, or a tuple of leading arguments.
+
+        That is `model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task.
+        """
+        model = model or self.model
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        position = self.task_position
+        if position is None:
+            return model(*arguments)
+        before, after = arguments[:position], arguments[position + 1 :]
+        try:
+            return model(*before, task, *after)
+        except (TypeError, KeyError, IndexError):
+            if self.is_list:
+                return model(*before, list(tasks).index(task), *after)
+            raise
+
+    def task_of_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: str | None
+    ) -> str | None:
+        """The task, one of `tasks`, that a call of the model is for: `default` where it names none."""
+        position = self.task_position
+        named = args[position] if position is not None and position < len(args) else kwargs.get("task")
+        if isinstance(named, str):
+            return named if named in tasks else None
+        if self.is_list and isinstance(named, int) and 0 <= named < len(tasks):
+            return tasks[named]
+        return default

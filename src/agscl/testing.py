@@ -13,7 +13,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from agscl.certificate import verify
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.tasks import Task, load
 
@@ -139,6 +140,12 @@ class Cell:
             torch.manual_seed(1000 * self.seed + number)
             model.add_head(task.name, task.classes)
         return task.name
+
+    def make_method(self, method: type[Method], model: MultiHead, settings: Mapping[str, Any]) -> Method:
+        """A method on the cell's model; one that knows the nodes is given an example input."""
+        if issubclass(method, NodeMethod):
+            return method(model, self.tasks[0].train_x[:2].view(-1, 1, 8, 8), **settings)
+        return method(model, **settings)
 
     def optimizer_of(self, model: MultiHead) -> Optimizer:
         return OPTIMIZERS[self.optimizer](model.parameters())
@@ -281,7 +288,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            if key != "draws":  # the state of a random generator
+            if key != "generator":  # its state
                 yield from _tensors(part)
     elif isinstance(value, list | tuple):
         for part in value:
@@ -401,10 +408,11 @@ def check_method(
     `least_saved=None` only the cheap `checks` run; otherwise the method must save that share of what fine-tuning loses.
     """
 
-    def make(model: MultiHead) -> Method:
-        return method(model, **(settings or {}))
-
     cell = Cell(network, optimizer)
+
+    def make(model: MultiHead) -> Method:
+        return cell.make_method(method, model, settings or {})
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SelfCheckWarning)
         for name in checks:
@@ -431,7 +439,8 @@ def measure(
         cell = Cell(network, optimizer, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SelfCheckWarning)
-            plain, guarded = _fine_tuning(network, optimizer, seed), cell.accuracies(lambda m: method(m, **settings))
+            plain = _fine_tuning(network, optimizer, seed)
+            guarded = cell.accuracies(partial(cell.make_method, method, settings=settings))
         report.fine_tuning_lost.append(forgetting_of(plain))
         report.method_lost.append(forgetting_of(guarded))
         report.fine_tuning_average.append(sum(plain[-1]) / len(plain))
@@ -447,7 +456,7 @@ def _fine_tuning(network: str, optimizer: str, seed: int) -> list[list[float]]:
 
 def _check_idle(cell: Cell, method: type[Method], settings: Mapping[str, Any]) -> None:
     model = cell.model()
-    idle, optimizer = method(model, **settings), cell.optimizer_of(model)
+    idle, optimizer = cell.make_method(method, model, settings), cell.optimizer_of(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from agscl import MultiHead, NodeGraph
 from agscl.analysis.memory import COMMON_PURPOSES, FORECASTS, Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
-from agscl.methods._parts.lifecycle import Method, NodeMethod
+from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -144,7 +145,7 @@ def test_the_forecast_is_what_the_method_reports_after_every_real_task(name, net
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("agscl", {"fresh": "start"}),
+        ("agscl", {"reinit_from": "start"}),
         ("ewc", {"batchnorm": "per_task", "accumulation": "merged"}),
         ("rwalk", {"batchnorm": "per_task"}),
         ("l2", {"batchnorm": "shared"}),
@@ -198,8 +199,9 @@ def test_gpm_reaches_its_bound_where_every_direction_counts():
 def test_every_method_has_a_forecast_and_reports_the_common_purposes():
     assert list(FORECASTS) == USABLE
     for name in USABLE:
-        model = NETS["dense"].make()
-        assert {*COMMON_PURPOSES, "bytes"} <= METHODS[name].load()(model).memory().keys()
+        kind, net = METHODS[name].load(), NETS["dense"]
+        example = {"example_input": net.inputs(2)} if issubclass(kind, NodeMethod) else {}
+        assert {*COMMON_PURPOSES, "bytes"} <= kind(net.model(), heads=net.heads, **example).memory().keys()
 
 
 def test_after_no_task_or_for_an_unknown_method_there_is_no_forecast():

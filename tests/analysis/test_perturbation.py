@@ -82,7 +82,7 @@ def test_an_order_must_name_each_node_once(trunk, order):
 
 def test_layer_by_layer_every_layer_loses_the_same_share_its_least_important_nodes_first(trunk):
     graph = NodeGraph(trunk, torch.randn(2, 1, 8, 8))
-    layers = list(graph.in_first_layer())
+    layers = list(graph.groups_by_layer())
     scale = sum(10.0**number * here for number, here in enumerate(layers))  # by value the first layer would go first
     importances = scale * torch.rand(graph.size, generator=torch.Generator().manual_seed(0))
     order = order_layer_by_layer(graph, importances)

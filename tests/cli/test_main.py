@@ -36,7 +36,7 @@ from agscl.cli.main import main
         (["run", "--method", "finetune", "--set", "mu=3"], "finetune has no setting 'mu'. Its settings: epochs"),
         (
             ["run", "--method", "ewc", "--set", "mu=3"],
-            "ewc has no setting 'mu'. Its settings: batchnorm, steady, lam",
+            "ewc has no setting 'mu'. Its settings: batchnorm, clip_penalty_step, lam",
         ),
         (["run", "--device", "abacus"], "device 'abacus' is not available on this machine"),
         (["run", "--resume", "nosuch"], "no run 'nosuch' in runs/. There are none yet"),

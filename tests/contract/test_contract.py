@@ -11,6 +11,7 @@ from settings import IDLE, METHODS, settings_of
 
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
 from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.testing import CHECKS, ContractBroken, check_method
 from loops import blobs, mlp
 
@@ -31,7 +32,8 @@ def test_no_method_is_idle_with_weights_of_another_precision(name, kind):
     def weights(cls, settings):
         torch.manual_seed(0)
         model = MultiHead(mlp().to(kind), features=32)
-        method, optimizer = cls(model, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
+        example = {"example_input": torch.zeros(2, 16, dtype=kind)} if issubclass(cls, NodeMethod) else {}
+        method, optimizer = cls(model, **example, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(2):
             torch.manual_seed(number)
             model.add_head(f"t{number}", 3)
@@ -64,12 +66,18 @@ def test_every_method_passes_every_cheap_check_on_convolutions_and_batchnorm(nam
 # What the contract must catch: each penalty, mask and gate switched off in turn ---------------------------------------
 
 
+def do_nothing(self: Any, *args: Any) -> None: ...
+
+
 def without(method: type[Method], *names: str) -> type[Method]:
     """The method with some of what it does doing nothing."""
+    return type(method.__name__, (method,), dict.fromkeys(names, do_nothing))
 
-    def nothing(self: Method, *args: Any) -> None: ...
 
-    return type(method.__name__, (method,), dict.fromkeys(names, nothing))
+def without_phases(method: type[Method], *names: str) -> type[Method]:
+    """The method whose plan leaves out some phases of a step."""
+    plan = type(method.Plan.__name__, (method.Plan,), dict.fromkeys(names, do_nothing))
+    return type(method.__name__, (method,), {"Plan": plan})
 
 
 class Silent(LwF):
@@ -78,30 +86,32 @@ class Silent(LwF):
 
 
 class Blind(PackNet):
-    def _show(self, task: str | None) -> list[Any]:
+    def _show_task(self, task: str | None) -> list[Any]:
         return []
 
 
 class Loose(Frozen):
-    def _rests(self, name: str) -> bool:
+    def is_frozen(self, name: str) -> bool:
         return False
 
 
 MUTANTS = {
-    "EWC without its penalty": without(EWC, "_add_penalty"),
-    "SI without its penalty": without(SI, "_add_penalty"),
-    "RWalk without its penalty": without(RWalk, "_add_penalty"),
-    "MAS without its penalty": without(MAS, "_add_penalty"),
-    "L2 without its penalty": without(L2, "_add_penalty"),
-    "AGS-CL without its proximal step": without(AGSCL, "_run_proximal"),
-    "AGS-CL without zeros where free nodes feed important ones": without(AGSCL, "_reinitialise", "_restore"),
-    "PackNet without its masks": without(PackNet, "_restore"),
+    "EWC without its penalty": without_phases(EWC, "add_penalty"),
+    "SI without its penalty": without_phases(SI, "add_penalty"),
+    "RWalk without its penalty": without_phases(RWalk, "add_penalty"),
+    "MAS without its penalty": without_phases(MAS, "add_penalty"),
+    "L2 without its penalty": without_phases(L2, "add_penalty"),
+    "AGS-CL without its proximal step": without_phases(AGSCL, "_run_proximal_step", "_restore_frozen"),
+    "AGS-CL without zeros where free nodes feed important ones": without(
+        without_phases(AGSCL, "restore"), "_zero_outgoing", "_reinitialise_free"
+    ),
+    "PackNet without its masks": without_phases(PackNet, "restore_fixed"),
     "PackNet without its views": Blind,
-    "HAT without its masks": without(HAT, "_restore", "_add_penalty"),
-    "HAT without its gates": without(HAT, "_gates_now"),
+    "HAT without its masks": without_phases(HAT, "restore", "add_penalty"),
+    "HAT without its gates": without(HAT, "_current_gates"),
     "LwF without its loss": Silent,
-    "GPM without its projection": without(GPM, "_add_penalty", "_restore"),
-    "Frozen that does not rest": Loose,
+    "GPM without its projection": without_phases(GPM, "add_penalty", "restore"),
+    "Frozen that does not freeze": Loose,
 }
 
 
@@ -125,9 +135,24 @@ def test_methods_that_forget_nothing_save_all_that_they_are_asked_to(name):
     assert report.saved == 1
 
 
+class LeakyPlan(FineTune.Plan):
+    def freeze(self, parameters: Any) -> None:
+        if self.method.fault != "heads":
+            super().freeze(parameters)
+
+    def add_penalty(self, optimizer: Any, scale: Any) -> None:
+        count = self.__dict__.setdefault("count", 0)
+        self.count = count + 1
+        if self.method.fault == "resume":  # depends on something that state_dict does not hold
+            for parameter in self.method.model.trunk.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 + 1e-3 * (self.count % 5))
+
+
 class Leaky(FineTune):
     """Breaks one promise at a time."""
 
+    Plan = LeakyPlan
     fault = ""
 
     def close(self) -> None:
@@ -142,18 +167,6 @@ class Leaky(FineTune):
         if self.fault == "certificates":
             made.heads[self.tasks[0]] = "0" * 32
         return made
-
-    def _hold_still(self, parameters: Any) -> None:
-        if self.fault != "heads":
-            super()._hold_still(parameters)
-
-    def _add_penalty(self, optimizer: Any, scale: Any) -> None:
-        count = self.__dict__.setdefault("count", 0)
-        self.count = count + 1
-        if self.fault == "resume":  # depends on something that state_dict does not hold
-            for parameter in self.model.trunk.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1 + 1e-3 * (self.count % 7))
 
     def begin_task(self, task: str, *optimizers: Any, **counts: Any) -> None:
         super().begin_task(task, *optimizers, **counts)

@@ -8,7 +8,7 @@ from agscl.experiments.config import choose_threads, configure
 def test_changes_are_checked_by_name_and_value():
     config = configure("digits", method="ewc", epochs=3, lam=7.0, patience=2)
     assert (config.training.epochs, config.training.patience, config.settings["lam"]) == (3, 2, 7.0)
-    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. Its settings: batchnorm, steady, lam"):
+    with pytest.raises(ValueError, match=r"ewc has no setting 'mu'. Its settings: batchnorm, clip_penalty_step, lam"):
         configure("digits", method="ewc", mu=3.0)
     with pytest.raises(ValueError, match="lam must be"):
         configure("digits", method="ewc", lam=-1.0)

@@ -85,7 +85,8 @@ def test_old_logits_keep_their_bits_and_no_step_waits_for_the_device(name, every
     torch.manual_seed(0)
     model = MultiHead(mlp(64), features=64).cuda()
     optimizer = OPTIMIZERS[name](model.parameters())
-    method = AGSCL(model, mu=0.8 if name == "SGD" else 12, lam=math.inf, rho=0.3, prox_every=every)
+    mu = 0.8 if name == "SGD" else 12
+    method = AGSCL(model, torch.zeros(2, 16).cuda(), mu=mu, lam=math.inf, rho=0.3, prox_every=every)
     probe = torch.randn(16, 16, device="cuda")
     old = {}
     for number in range(3):
@@ -116,7 +117,7 @@ def test_a_gradscaler_overflow_counts_for_nothing(fused):
     model = MultiHead(mlp(64), features=64).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
-    method = AGSCL(model, mu=12, lam=1000, rho=0.3, prox_every="step")
+    method = AGSCL(model, torch.zeros(2, 16).cuda(), mu=12, lam=1000, rho=0.3, prox_every="step")
     model.add_head("t0", 3)
     method.begin_task("t0", optimizer, steps_per_epoch=4)
     for number, (x, y) in enumerate(batches(0) * 4):
@@ -178,7 +179,7 @@ def test_batchnorm_keeps_the_statistics_of_important_channels():
     )
     model = MultiHead(trunk, features=64).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    method = AGSCL(model, mu=10, lam=math.inf, rho=0.3)
+    method = AGSCL(model, torch.zeros(2, 16).cuda(), mu=10, lam=math.inf, rho=0.3)
     probe = torch.randn(16, 16, device="cuda")
     for number in range(2):
         data = batches(number)
@@ -237,7 +238,7 @@ KINDS = {
     "RWalk": lambda m: RWalk(m, lam=1.0),
     "MAS": lambda m: MAS(m, lam=1.0),
     "L2": lambda m: L2(m, lam=0.1),
-    "HAT": lambda m: HAT(m, c=0.5),
+    "HAT": lambda m: HAT(m, torch.zeros(2, 16).cuda(), c=0.5),
     "PackNet": lambda m: PackNet(m, share=0.5),
     "GPM": lambda m: GPM(m, threshold=0.95),
     "LwF": LwF,

@@ -19,7 +19,7 @@ from agscl.fast.cuda_graphs import GraphRunner
 from agscl.fast.engine import CompiledEngine, GraphEngine, Pieces, make_fast_engine
 from agscl.fast.torch_compile import TorchCompiledTrunk
 from agscl.heads import MultiHead
-from agscl.methods._parts.lifecycle import NodeMethod
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
 from agscl.runs.checkpoints import flatten_state, unflatten_state
@@ -60,16 +60,14 @@ def test_captured_steps_stopped_after_any_epoch_and_continued_end_with_the_same_
         assert finish(continued) == expected, f"after {stopped_after} units"
 
 
-@pytest.mark.parametrize("known", ["example input", "first forward"])
 @pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.bound])
-def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name, known):
+def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name):
     def train(engine):
         torch.manual_seed(0)
         trunk = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU())
         model = MultiHead(trunk, features=24)
         kind = METHODS[name].load()
-        given = known == "example input" and issubclass(kind, NodeMethod)
-        example = {"example_input": TASKS[0].train_x[:2]} if given else {}
+        example = {"example_input": TASKS[0].train_x[:2]} if issubclass(kind, NodeMethod) else {}
         trainer = Trainer(model, kind(model, **example), TASKS, replace(QUICK, engine=engine, epochs=4), seed=0)
         finish(trainer)
         return trainer
@@ -94,9 +92,9 @@ def test_captured_steps_notice_weights_that_the_last_step_broke():
 def test_methods_together_are_captured_if_each_of_them_can_be():
     model = make_trainer(FineTune).model
     together = Together(EWC(model), SI(model))
-    assert (together.capturable, together.same_every_epoch, together.version) == (True, True, 0)
+    assert (together.capturable, together.end_epoch_capturable, together.plan_version) == (True, True, 0)
     pruning = PackNet(make_trainer(FineTune).model)
-    assert not Together(pruning, SI(pruning.model)).same_every_epoch
+    assert not Together(pruning, SI(pruning.model)).end_epoch_capturable
 
 
 def test_what_counts_steps_in_python_is_not_captured():
@@ -216,7 +214,7 @@ x, y = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])
 tasks = tuple(Task(name, 3, x, y, x, y, x, y) for name in ("a", "b"))
 fast = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
 config = TrainingConfig(epochs=2, batch_size=4, **fast)
-trainer = Trainer(model, AGSCL(model), tasks, config, seed=0, engine=EngineAsOnGpu)
+trainer = Trainer(model, AGSCL(model, tasks[0].train_x[:2]), tasks, config, seed=0, engine=EngineAsOnGpu)
 while trainer.advance():
     pass
 print(len(trainer.accuracies), "torch._dynamo" in sys.modules)

@@ -69,7 +69,7 @@ def test_the_hooks_of_a_trainers_optimizer_are_called_once_a_step_whatever_was_m
     while trainer.epoch < 1:
         trainer.advance()
     assert called == ["before", "after"] * 2
-    assert trainer.method._steps == 2
+    assert trainer.method.plan.steps == 2
 
 
 @pytest.mark.parametrize("kind", TORCHS)

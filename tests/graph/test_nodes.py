@@ -358,7 +358,7 @@ def test_the_graph_finds_exactly_the_node_layers_in_forward_order(name: str) -> 
         assert found.module is model.get_submodule(layer)
         assert found.groups.shape == (found.size,)
         assert found.groups.dtype == torch.long
-    assert graph.nodes == sum(found.size for found in graph.layers.values())
+    assert graph.node_count == sum(found.size for found in graph.layers.values())
 
 
 @supported
@@ -404,7 +404,7 @@ def test_batch_norm_channels_belong_to_the_group_of_the_node_they_normalise(name
 def test_every_relu_is_found_module_or_functional(name: str) -> None:
     graph = measured(name)[2]
     if EXPECTED[name].relus is not None:
-        assert len(graph.sites) == EXPECTED[name].relus
+        assert len(graph.relu_sites) == EXPECTED[name].relus
 
 
 @supported
@@ -478,7 +478,7 @@ def test_the_printed_graph_has_one_line_per_layer_within_100_columns(name: str) 
     assert max(map(len, lines)) <= 100
     for layer in graph.layers:
         assert len([line for line in lines if line.split()[0] in (layer, layer.removeprefix("trunk."))]) == 1, layer
-    assert len(lines) <= len(graph.layers) + len(graph.fixed_norms) + 2, "one line per layer, and a title"
+    assert len(lines) <= len(graph.layers) + len(graph.frozen_norms) + 2, "one line per layer, and a title"
     assert any("head" in line for line in lines)
 
 
@@ -1066,10 +1066,10 @@ def wrong_claims(graph: NodeGraph) -> dict[str, Callable[[], None]]:
 def test_the_graphs_own_proof_refuses_a_wrong_claim(claim: str) -> None:
     model, args = build("vgg")
     graph = NodeGraph(model, args)
-    graph.prove(args)
+    graph.prove()
     wrong_claims(graph)[claim]()
     with pytest.raises(NodeGraphError, match=r"trunk|heads"):
-        graph.prove(args)
+        graph.prove()
 
 
 class Other(MultiHead):
@@ -1086,10 +1086,10 @@ def test_a_further_linear_head_is_taken_as_read_and_that_is_what_measuring_finds
         graph = NodeGraph(model, (example, "a"), tasks=["a"])
         model.add_head("b", 5)
         measured = []
-        monkeypatch.setattr(NodeGraph, "prove", lambda graph, arguments: measured.append(1))
-        graph.read_head((example, "b"), ["a", "b"])
+        monkeypatch.setattr(NodeGraph, "prove", lambda graph, task=None: measured.append(1))
+        graph.trace_head("b", ["a", "b"])
         monkeypatch.undo()
-        assert graph.knows(model.heads["b"])
+        assert graph.has_head(model.heads["b"])
         return graph, bool(measured)
 
     (short, measured), (long, also_measured) = readers(MultiHead), readers(Other)
@@ -1099,18 +1099,41 @@ def test_a_further_linear_head_is_taken_as_read_and_that_is_what_measuring_finds
     for reader in short.readers:
         assert torch.equal(short.readers[reader].sources, long.readers[reader].sources)
         assert short.readers[reader].module.weight.shape == long.readers[reader].module.weight.shape
-        assert short.readers[reader].head == long.readers[reader].head
-    assert short.feeds == long.feeds
+        assert short.readers[reader].is_head == long.readers[reader].is_head
+    assert short.readers_of == long.readers_of
 
 
 @pytest.mark.parametrize("outputs", [{"actor": 3, "critic": 1}, nn.Sequential(nn.Linear(8, 4), nn.Tanh())])
-def test_a_further_head_of_another_form_is_measured(outputs):
+def test_a_further_head_of_another_form_is_placed_too(outputs):
     model = MultiHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), features=8)
     model.add_head("a", 3)
     graph = NodeGraph(model, (torch.randn(2, 4), "a"), tasks=["a"])
     model.add_head("b", outputs)
-    graph.read_head((torch.randn(2, 4), "b"), ["a", "b"])
-    assert graph.knows(model.heads["b"])
+    graph.trace_head("b", ["a", "b"])
+    assert graph.has_head(model.heads["b"])
     read = [reader for reader in graph.readers.values() if reader.name.startswith("heads.b")]
     assert all(torch.equal(reader.sources, torch.arange(8)) for reader in read)
     assert len(read) == (2 if isinstance(outputs, dict) else 1)
+
+
+@pytest.mark.parametrize("name", list(SUPPORTED))
+def test_a_graph_built_before_there_is_a_head_is_the_one_built_with_a_head(name):
+    def build_graph(headless):
+        torch.manual_seed(0)
+        model, example = MultiHead(SUPPORTED[name].trunk()), SUPPORTED[name].example()
+        if not headless:
+            model.add_head("a", 3)
+            return NodeGraph(model, (example, "a"))
+        graph = NodeGraph(model, example)
+        assert not any(reader.is_head for reader in graph.readers.values())
+        model.add_head("a", 3)
+        graph.trace_head("a", ["a"])
+        return graph
+
+    early, late = build_graph(True), build_graph(False)
+    early.prove()
+    assert early.readers_of == late.readers_of
+    assert early.readers.keys() == late.readers.keys()
+    for reader in late.readers:
+        assert torch.equal(early.readers[reader].sources, late.readers[reader].sources)
+    assert all(torch.equal(early.layers[layer].groups, late.layers[layer].groups) for layer in late.layers)

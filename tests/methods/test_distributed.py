@@ -26,7 +26,9 @@ def _rank(rank: int, port: int, folder: str) -> None:
         model.add_head(task, 3)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    method = AGSCL(parallel, mu=8, lam=1000, rho=0.3, seed=rank)  # other seeds: draws must be broadcast
+    method = AGSCL(
+        parallel, torch.zeros(2, 16), mu=8, lam=1000, rho=0.3, seed=rank
+    )  # other seeds: draws must be broadcast
     for number in range(2):
         mine = blobs(number)[rank::2]  # other data on each rank
         method.begin_task(f"t{number}", optimizer)
@@ -37,7 +39,10 @@ def _rank(rank: int, port: int, folder: str) -> None:
                 optimizer.step()
             method.end_epoch()
         method.end_task(mine)
-    torch.save({"model": model.state_dict(), "omega": method.omega, "first": method.first}, Path(folder) / f"{rank}.pt")
+    torch.save(
+        {"model": model.state_dict(), "omega": method.knowledge.omega, "first": method.knowledge.first_task},
+        Path(folder) / f"{rank}.pt",
+    )
     dist.destroy_process_group()
 
 

@@ -152,10 +152,12 @@ def test_four_tasks_end_with_the_weights_of_an_independent_implementation(rule):
                     each.param_groups[0]["lr"] /= 3
         method.end_task([(x, y)])
         reference.end_task(x, theirs.heads[name], [mine.trunk[0], mine.trunk[2], mine.trunk[6]])
-        torch.testing.assert_close(method.omega, torch.cat(reference.omega).to(method.omega), rtol=1e-6, atol=1e-9)
-        assert method.first.tolist() == torch.cat(reference.first).tolist()
+        torch.testing.assert_close(
+            method.knowledge.omega, torch.cat(reference.omega).to(method.knowledge.omega), rtol=1e-6, atol=1e-9
+        )
+        assert method.knowledge.first_task.tolist() == torch.cat(reference.first).tolist()
         for number in range(task + 1):
             heads = mine.heads[f"t{number}"].weight, theirs.heads[f"t{number}"].weight
             torch.testing.assert_close(*heads, rtol=1e-4, atol=1e-6)
     assert {"free", "zeroed", "pulled", "frozen"} <= set(seen)
-    assert 0 < int((method.omega == 0).sum()) < len(method.omega)
+    assert 0 < int((method.knowledge.omega == 0).sum()) < len(method.knowledge.omega)

@@ -24,12 +24,12 @@ import agscl
 from agscl import AGSCL, EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
-from agscl.methods.gpm import extend, layer_inputs, project
+from agscl.methods.gpm import extend_basis, extract_inputs, project
 from agscl.networks import NETWORKS
 from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, derive_seed
-from loops import bits, blobs, mlp, same
+from loops import bits, blobs, make, mlp, same
 from zoo import SUPPORTED
 
 ALL = [HAT, PackNet, LwF, GPM, Frozen]
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.
 def fresh(cls: type[Method], optimizer="adam", seed=0, **settings):
     torch.manual_seed(seed)
     model = MultiHead(mlp(), features=32)
-    return cls(model, **settings), model, OPTIMIZERS[optimizer](model.parameters())
+    return make(cls, model, **settings), model, OPTIMIZERS[optimizer](model.parameters())
 
 
 def learn(method, optimizer, number, *, data=None, epochs=EPOCHS, steps=None, begin=True, end=True, step=None):
@@ -119,7 +119,7 @@ def test_resumed_in_the_middle_of_a_task_it_continues_bit_identically(cls, optim
         second.add_head(task, 3)
     second.load_state_dict(saved[0])
     step = OPTIMIZERS[optimizer]([*second.trunk.parameters(), *second.heads.parameters()])
-    resumed = cls(second)
+    resumed = make(cls, second)
     resumed.load_state_dict(saved[2], step)
     step.load_state_dict(saved[1])
     learn(resumed, step, 1, steps=range(18, 24), begin=False)
@@ -142,7 +142,7 @@ def test_a_state_can_be_stored_and_a_certificate_made(cls):
     assert hash_state(state) == hash_state(method.state_dict())
     method.end_task(blobs(1))
     x = torch.randn(4, 16)
-    outputs = method.outputs(x)
+    outputs = method.head_outputs(x)
     assert all(torch.equal(outputs[task], logits(model, x, task)) for task in method.tasks)
     assert method.certificate(x).task == "t1"
 
@@ -158,7 +158,7 @@ def test_a_state_taken_up_between_tasks_shows_old_tasks_as_before(cls):
     for task in ("t0", "t1"):
         other.add_head(task, 3)
     other.load_state_dict(model.state_dict())
-    cls(other).load_state_dict(method.state_dict())
+    make(cls, other).load_state_dict(method.state_dict())
     for task in ("t0", "t1"):
         assert torch.equal(logits(model, x, task), logits(other, x, task))
 
@@ -211,7 +211,7 @@ def test_a_gradient_scaler_changes_nothing_and_an_overflow_moves_no_bit(cls, fus
     def run(scaled):
         torch.manual_seed(0)
         model = MultiHead(mlp(), features=32)
-        method = cls(model)
+        method = make(cls, model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=10**6, enabled=scaled)
         count = 0
@@ -227,7 +227,7 @@ def test_a_gradient_scaler_changes_nothing_and_an_overflow_moves_no_bit(cls, fus
                 scaler.update(2.0**12)
                 assert same(before, bits(model)), "a skipped step moved weights"
                 assert embedding is None or torch.equal(embedding, method.embedding)
-                method._position = getattr(method, "_position", 0) - int(fused)  # the same step once more
+                method.plan.position = getattr(method.plan, "position", 0) - int(fused)  # the same step once more
             scaler.scale(compute()).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -263,7 +263,7 @@ def digits(cls: type[Method]) -> tuple[float, float]:
     trunk = NETWORKS[preset.network](**preset.network_options)
     model = MultiHead(trunk, features=trunk.features)
     training = replace(preset.training, epochs=10)
-    trainer = Trainer(model, cls(model), agscl.tasks.load("digits", seed=seed), training, seed=seed)
+    trainer = Trainer(model, make(cls, model, inputs=64), agscl.tasks.load("digits", seed=seed), training, seed=seed)
     while trainer.advance():
         pass
     table = trainer.accuracies
@@ -286,7 +286,7 @@ def test_a_model_with_heads_of_its_own_in_a_users_own_loop(cls):
         model = Own()
         untouched = copy.deepcopy(model.outputs[2].state_dict())
         optimizer = OPTIMIZERS["adamw"](model.parameters())
-        method = cls(model, heads=heads)
+        method = make(cls, model, heads=heads)
         x = torch.randn(8, 16)
         before = None
         for number in range(2):
@@ -321,7 +321,7 @@ def _rank(rank, port, folder):
             model.add_head(task, 3)
         parallel = DistributedDataParallel(model, find_unused_parameters=True)
         optimizer = OPTIMIZERS["adam"](model.parameters())
-        method = cls(parallel, **({"seed": rank} if cls in (HAT, GPM) else {}))
+        method = make(cls, parallel, **({"seed": rank} if cls in (HAT, GPM) else {}))
         for number in range(2):
             task, mine = f"t{number}", blobs(number)[rank::2]  # other data on each rank
             method.begin_task(task, optimizer, epochs=4, steps_per_epoch=2)
@@ -334,7 +334,9 @@ def _rank(rank, port, folder):
                 method.end_epoch()
             method.end_task(mine)
         held = {HAT: "embeddings", GPM: "bases", PackNet: "owner"}.get(cls)
-        torch.save([model.state_dict(), getattr(method, held) if held else {}], f"{folder}/{cls.__name__}-{rank}.pt")
+        torch.save(
+            [model.state_dict(), getattr(method.knowledge, held) if held else {}], f"{folder}/{cls.__name__}-{rank}.pt"
+        )
     dist.destroy_process_group()
 
 
@@ -355,7 +357,7 @@ def test_what_memory_reports_is_what_is_held(cls):
     learn(method, optimizer, 0)
     learn(method, optimizer, 1)
     names = {HAT: ("embeddings", "used"), PackNet: ("owner",), GPM: ("bases",)}.get(cls, ())
-    values = [getattr(method, name) for name in names]
+    values = [getattr(method.knowledge, name) for name in names]
     tensors = [t for v in values for t in (v.values() if isinstance(v, dict) else [v])]
     assert method.memory()["bytes"] == sum(t.numel() * t.element_size() for t in tensors)
     learn(method, optimizer, 2, end=False)
@@ -384,7 +386,7 @@ def test_an_ordinary_run_warns_of_nothing(cls):
 )
 def test_settings_out_of_range_are_refused_by_name(cls, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        cls(MultiHead(mlp()), **wrong)
+        make(cls, MultiHead(mlp()), **wrong)
 
 
 @pytest.mark.parametrize("name", ["vgg", "resnet", "separable", "densenet"])
@@ -394,7 +396,7 @@ def test_old_logits_keep_their_bits_through_batch_norm_residuals_and_depthwise_f
     torch.manual_seed(0)
     model = MultiHead(entry.trunk())
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    method = cls(model)
+    method = make(cls, model, **({"example_input": entry.example(2, 0)} if cls is HAT else {}))
     kept = []
     for number in range(3):
         draw = torch.Generator().manual_seed(number)
@@ -427,16 +429,17 @@ def interrupted(model, x, task):
 
 
 @pytest.mark.parametrize(
-    "make", [HAT, PackNet, LwF, GPM, Frozen, AGSCL, functools.partial(EWC, batchnorm="per_task"), EWC], ids=str
+    ("cls", "settings"),
+    [*((cls, {}) for cls in (HAT, PackNet, LwF, GPM, Frozen, AGSCL, EWC)), (EWC, {"batchnorm": "per_task"})],
 )
 @pytest.mark.parametrize("when", ["between tasks", "within a task"])
-def test_a_forward_pass_stopped_by_ctrl_c_does_no_harm(make, when):
+def test_a_forward_pass_stopped_by_ctrl_c_does_no_harm(cls, settings, when):
     outcomes = []
     for stopped in (False, True):
         torch.manual_seed(0)
         trunk = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
         model = MultiHead(trunk, features=32)
-        method = make(model)
+        method = make(cls, model, **settings)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         x = blobs(0)[0][0]
         for number in range(3):
@@ -500,7 +503,7 @@ def test_gates_of_layers_that_run_again_to_go_backward_learn_the_same():
         method, model, optimizer = repeated(repeats)
         for number in range(2):
             learn(method, optimizer, number)
-        found.append([*method.embeddings.values(), *model.state_dict().values()])
+        found.append([*method.knowledge.embeddings.values(), *model.state_dict().values()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -579,7 +582,7 @@ def test_packnet_keeps_a_layer_that_was_left_out_of_the_first_step():
             optimizer.step()
         method.end_epoch()
     method.end_task(blobs(0))
-    assert all(bool((owner == 1).any()) for owner in method.owner.values())
+    assert all(bool((owner == 1).any()) for owner in method.knowledge.owner.values())
 
 
 def tiny_hat(**settings):
@@ -593,7 +596,7 @@ def tiny_hat(**settings):
 def test_the_mask_algebra_of_hat_on_an_example_worked_by_hand():
     method, model = tiny_hat(c=2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    method.used = torch.tensor([1.0, 0.25, 0.5, 0.0])  # nodes of the first layer, of the second
+    method.knowledge.used = torch.tensor([1.0, 0.25, 0.5, 0.0])  # nodes of the first layer, of the second
     method.begin_task("t0", optimizer, steps_per_epoch=4)
     before = bits(model)
     first, second = model.trunk[0], model.trunk[2]
@@ -620,7 +623,7 @@ def test_the_mask_algebra_of_hat_on_an_example_worked_by_hand():
 
 def test_hat_masks_gradients_in_the_papers_form():
     method, model = tiny_hat(**HAT.paper)
-    method.used = torch.tensor([1.0, 0.25, 0.5, 0.0])
+    method.knowledge.used = torch.tensor([1.0, 0.25, 0.5, 0.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     method.begin_task("t0", optimizer, steps_per_epoch=4)
     for p in model.parameters():
@@ -647,8 +650,8 @@ def test_a_gate_multiplies_the_activation_of_its_node():
 
     seen = []
     for _ in range(4):
-        seen.append(method.s)
-        torch.testing.assert_close(model(x, "t0"), by_hand(method.s))
+        seen.append(method.plan.s)
+        torch.testing.assert_close(model(x, "t0"), by_hand(method.plan.s))
         optimizer.step()
     assert seen == [0.5, 1.25, 2.0, 0.5]  # from 1/s_max to s_max, and again
     model.eval()
@@ -664,7 +667,7 @@ def test_without_steps_per_epoch_the_first_epoch_is_counted():
         for x, y in blobs(0):
             optimizer.zero_grad()
             F.cross_entropy(model(x, "t0"), y).backward()
-            seen.append(method.s)
+            seen.append(method.plan.s)
             optimizer.step()
         method.end_epoch()
     low = 1 / 400
@@ -674,20 +677,20 @@ def test_without_steps_per_epoch_the_first_epoch_is_counted():
 def test_the_compensated_gradient_is_s_max_times_that_of_a_gentle_gate():
     method, model = tiny_hat(c=0.7, s_max=40.0)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    method.used = torch.tensor([1.0, 0.25, 0.5, 0.0], dtype=torch.float64)
+    method.knowledge.used = torch.tensor([1.0, 0.25, 0.5, 0.0], dtype=torch.float64)
     method.begin_task("t0", optimizer, steps_per_epoch=5)
     e = torch.tensor([0.3, -0.8, 0.05, -0.02], dtype=torch.float64, requires_grad=True)
     slopes = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
-    for method._position in range(5):
-        free = 1 - method.used
-        m = torch.sigmoid(method.s * e)
+    for method.plan.position in range(5):
+        free = 1 - method.knowledge.used
+        m = torch.sigmoid(method.plan.s * e)
         loss = (slopes * m).sum() + 0.7 * (m * free).sum() / free.sum()
         (whole,) = torch.autograd.grad(loss, e)
-        (task,) = torch.autograd.grad((slopes * torch.sigmoid(method.s * e)).sum(), e)
-        torch.testing.assert_close(task + method.penalty_gradient(method.s, e.detach()), whole)
+        (task,) = torch.autograd.grad((slopes * torch.sigmoid(method.plan.s * e)).sum(), e)
+        torch.testing.assert_close(task + method.plan.penalty_gradient(method.plan.s, e.detach()), whole)
         total = slopes + 0.7 * free / free.sum()
         (gentle,) = torch.autograd.grad((total * torch.sigmoid(e)).sum(), e)
-        torch.testing.assert_close(method.compensated(whole, e.detach(), method.s), 40.0 * gentle)
+        torch.testing.assert_close(method.plan.compensate(whole, e.detach(), method.plan.s), 40.0 * gentle)
 
 
 def test_compensation_clips_the_steep_argument_at_fifty_and_embeddings_stay_within_six():
@@ -696,7 +699,7 @@ def test_compensation_clips_the_steep_argument_at_fifty_and_embeddings_stay_with
     method.begin_task("t0", optimizer, steps_per_epoch=1)
     e = torch.tensor([6.0], dtype=torch.float64)
     expected = (math.cosh(50) + 1) / (math.cosh(6) + 1)
-    assert method.compensated(torch.ones_like(e), e, method.s).item() == pytest.approx(expected)
+    assert method.plan.compensate(torch.ones_like(e), e, method.plan.s).item() == pytest.approx(expected)
     model.train()
     F.cross_entropy(model(torch.randn(8, 2), "t0"), torch.randint(2, (8,))).backward()
     optimizer.step()
@@ -710,7 +713,7 @@ def test_weights_between_used_nodes_keep_their_bits_under_momentum_and_decay(opt
     learn(method, step, 0, end=False)
     decide(method)
     method.end_task(blobs(0))
-    used, before = method.used, bits(model)
+    used, before = method.knowledge.used, bits(model)
     learn(method, step, 1)
     now = model.state_dict()
     rows, columns = used[:32] == 1, used[32:] == 1
@@ -723,7 +726,7 @@ def test_weights_between_used_nodes_keep_their_bits_under_momentum_and_decay(opt
 
 def test_a_nearly_used_weight_hardly_moves_under_adam_too():
     method, model = tiny_hat()
-    method.used = torch.tensor([0.999, 0.0, 0.0, 0.0])
+    method.knowledge.used = torch.tensor([0.999, 0.0, 0.0, 0.0])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     method.begin_task("t0", optimizer, steps_per_epoch=1)
     before = bits(model)["trunk.0.bias"]
@@ -744,7 +747,7 @@ def test_a_task_is_viewed_through_its_own_gates_where_the_model_takes_no_task():
 
     torch.manual_seed(0)
     model = Shared()
-    method = HAT(model, heads="out")
+    method = HAT(model, torch.zeros(2, 16), heads="out")
     optimizer = OPTIMIZERS["adam"](model.body.parameters())
     x = torch.randn(4, 16)
     for number in range(2):
@@ -808,7 +811,7 @@ def test_a_frozen_group_of_an_excluded_layer_and_two_optimizers_are_no_obstacle(
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
     model.add_head("t0", 3)
-    method = HAT(model, exclude=["trunk.0"])
+    method = HAT(model, torch.zeros(2, 16), exclude=["trunk.0"])
     pair = (torch.optim.Adam(model.trunk.parameters(), lr=1e-2), torch.optim.SGD(model.heads.parameters(), lr=0.1))
     before = bits(model)["trunk.0.weight"]
     method.begin_task("t0", *pair, steps_per_epoch=4)
@@ -831,7 +834,7 @@ def test_packed_tasks_keep_their_bits_and_their_weights(optimizer):
     method, model, step = fresh(PackNet, optimizer)
     x, kept = torch.randn(8, 16), []
     for number in range(3):
-        frozen = {name: owner != 0 for name, owner in method.owner.items()}
+        frozen = {name: owner != 0 for name, owner in method.knowledge.owner.items()}
         before = bits(model)
         learn(method, step, number)
         for name, fixed in frozen.items():
@@ -852,12 +855,12 @@ def test_each_task_gives_back_its_share_of_every_layer_and_what_is_free_is_zero(
     method, model, optimizer = fresh(PackNet, share=0.75)
     for number, left in enumerate([0.75, 0.75**2, 0.75**3]):
         learn(method, optimizer, number)
-        for name, owner in method.owner.items():
+        for name, owner in method.knowledge.owner.items():
             free = owner == 0
             assert float(free.float().mean()) == pytest.approx(left, abs=0.01)
             assert not bool(model.state_dict()[name][free].any())
     assert method.memory()["masks"] == 16 * 32 + 32 * 32
-    assert all(owner.dtype == torch.uint8 for owner in method.owner.values())
+    assert all(owner.dtype == torch.uint8 for owner in method.knowledge.owner.values())
     assert method.statistics()["sparsity"] == pytest.approx(0.75**3, abs=0.01)
 
 
@@ -1019,7 +1022,7 @@ def test_every_update_of_gpm_is_at_right_angles_to_the_inputs_of_old_tasks(optim
     method, model, step = fresh(GPM, optimizer, threshold=1.0)
     learn(method, step, 0, data=flat(0))
     x = torch.cat([x for x, _ in flat(0)])
-    before, was, bases = bits(model), logits(model, x, "t0"), dict(method.bases)
+    before, was, bases = bits(model), logits(model, x, "t0"), dict(method.knowledge.bases)
     with torch.no_grad():
         inner = model.trunk[1](model.trunk[0](x))
     assert bases["trunk.0.weight"].shape == (1, 16, 4)
@@ -1036,16 +1039,16 @@ def test_every_update_of_gpm_is_at_right_angles_to_the_inputs_of_old_tasks(optim
 
 def test_a_basis_grows_until_it_holds_the_threshold_of_the_energy():
     inputs = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]))[None]  # energies 16, 9, 4, 1 of 30
-    assert extend(None, inputs, 0.5).shape[2] == 1
-    first = extend(None, inputs, 0.8)
+    assert extend_basis(None, inputs, 0.5).shape[2] == 1
+    first = extend_basis(None, inputs, 0.8)
     assert first.shape[2] == 2
     torch.testing.assert_close(first[0].abs(), torch.eye(4)[:, :2])
-    assert extend(first, inputs, 0.8).shape[2] == 2  # 25 of 30 is held already
-    grown = extend(first, inputs, 0.96)
+    assert extend_basis(first, inputs, 0.8).shape[2] == 2  # 25 of 30 is held already
+    grown = extend_basis(first, inputs, 0.96)
     assert grown.shape[2] == 3
     torch.testing.assert_close(grown[0].T @ grown[0], torch.eye(3))
-    assert extend(grown, inputs, 1.0).shape[2] == 4
-    assert extend(None, torch.zeros(1, 4, 3), 0.97).shape[2] == 0
+    assert extend_basis(grown, inputs, 1.0).shape[2] == 4
+    assert extend_basis(None, torch.zeros(1, 4, 3), 0.97).shape[2] == 0
 
 
 @pytest.mark.parametrize(
@@ -1062,12 +1065,12 @@ def test_a_basis_grows_until_it_holds_the_threshold_of_the_energy():
 def test_the_inputs_of_a_layer_are_what_its_weight_is_multiplied_with(layer):
     dims = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[type(layer)]
     x = torch.randn(2, 4, *[6] * dims)
-    inputs = layer_inputs(layer, x, 10**6, torch.Generator())
+    inputs = extract_inputs(layer, x, 10**6, torch.Generator())
     rows = layer.weight.reshape(len(inputs), -1, inputs.shape[1])
     by_hand = (rows @ inputs).flatten(0, 1)  # (outputs, batch and positions)
     with torch.no_grad():
         torch.testing.assert_close(by_hand, layer(x).movedim(1, 0).flatten(1))
-    assert layer_inputs(layer, x, 1, torch.Generator()).shape[2] == 1
+    assert extract_inputs(layer, x, 1, torch.Generator()).shape[2] == 1
 
 
 def test_gpm_keeps_the_answers_of_convolutions_too():
@@ -1100,7 +1103,7 @@ def test_the_sample_of_gpm_is_of_all_batches_and_leaves_random_state_alone():
     learn(method, optimizer, 0, end=False)
     state = torch.get_rng_state()
     seen = []
-    method.end_task(blobs(0), lambda batch: seen.append(batch) or method._forward(batch))
+    method.end_task(blobs(0), lambda batch: seen.append(batch) or method._default_forward(batch))
     assert torch.equal(state, torch.get_rng_state())
     rows = torch.cat([x for x, _ in seen])
     assert len(rows) == 20
@@ -1161,28 +1164,5 @@ def test_when_the_rate_drops_the_embedding_starts_anew_as_adam_does(engine, toge
         before = trainer.epoch
         trainer.advance()
         if trainer.epoch > before:
-            ages.append((int(hat._age), int(hat._moves), bool(hat._moments[0].any())))
+            ages.append((int(hat.plan.moment_age), int(hat.plan.moves), bool(hat.plan.moments[0].any())))
     assert ages == [(4, 4, True), (8, 8, True), (0, 12, False)]
-
-
-def test_a_hat_state_from_before_moments_had_an_age_is_taken_up():
-    def made():
-        torch.manual_seed(0)
-        model = MultiHead(mlp(16), features=16)
-        x, y = torch.randn(32, 16), torch.arange(32) % 2
-        hat = HAT(model, c=0.1, example_input=x[:2])
-        config = TrainingConfig(epochs=3, batch_size=8, patience=None, restore_best=False)
-        return hat, Trainer(model, hat, (Task("t", 2, x, y, None, None, x, y),), config, seed=0)
-
-    _, stopped = made()
-    while stopped.epoch < 2:
-        stopped.advance()
-    state = unflatten_state(*flatten_state(stopped.state_dict()))
-    state["method"]["counts"] = state["method"]["counts"][:2]
-    hat, continued = made()
-    continued.load_state_dict(state)
-    assert (hat._moves, hat._age) == (8, 8)
-    for each in (stopped, continued):
-        while each.advance():
-            pass
-    assert hash_state(continued.model.state_dict()) == hash_state(stopped.model.state_dict())

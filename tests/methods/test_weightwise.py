@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from agscl import EWC, L2, MAS, SI, FineTune, MultiHead, RWalk, Together, tasks
 from agscl.methods._parts import importance
-from agscl.methods._parts.lifecycle import SelfCheckWarning, _Hooks
-from agscl.methods.ewc import picked
+from agscl.methods._parts.hooks import StepHooks
+from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods.ewc import pick_classes
 from agscl.networks.mlp import MLP
 from loops import adam, bits, blobs, learn, mlp, same
 
@@ -74,9 +75,9 @@ def test_the_penaltys_gradient_is_autograds_of_the_written_formula(name):
     method, model, optimizer = fresh(name)
     second_task(method, optimizer)
     factor = {"ewc": 0.5, "mas": 0.5, "l2": 0.5}.get(name.split()[0], 1.0) * ALL[name][1].get("lam", 1.0)
-    weights = trunk(model)
+    weights, importances = trunk(model), method.plan.importances or {}
     formula = sum(
-        (factor * method.importances.get(n, torch.ones(())) * (p - method.anchors[n]) ** 2).sum()
+        (factor * importances.get(n, torch.ones(())) * (p - method.knowledge.anchors[n]) ** 2).sum()
         for n, p in weights.items()
     )
     expected = torch.autograd.grad(formula, list(weights.values()))
@@ -96,33 +97,38 @@ def test_the_penaltys_gradient_is_autograds_of_the_written_formula(name):
 @pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)])
 def test_a_steady_penalty_steps_as_far_as_the_anchor_and_no_further(name, rate):
     setting = "c" if name == "si" else "lam"
-    method, _model, optimizer = fresh(name, steady=True, **{setting: 1e6})
+    method, _model, optimizer = fresh(name, clip_penalty_step=True, **{setting: 1e6})
     second_task(method, optimizer)
-    protected = method.protected()
+    protected = method.find_protected()
     before = {key: parameter.detach().clone() for key, parameter in protected.items()}
     for parameter in protected.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.param_groups[0]["lr"] = rate
     with torch.no_grad():
-        method._add_penalty(optimizer, None)
+        method.plan.add_penalty(optimizer, None)
         for key, parameter in protected.items():
             after = parameter - rate * parameter.grad
-            assert bool(((after - method.anchors[key]).abs() <= (before[key] - method.anchors[key]).abs() + 1e-6).all())
+            assert bool(
+                (
+                    (after - method.knowledge.anchors[key]).abs()
+                    <= (before[key] - method.knowledge.anchors[key]).abs() + 1e-6
+                ).all()
+            )
             if name == "l2":
-                torch.testing.assert_close(after, method.anchors[key])
+                torch.testing.assert_close(after, method.knowledge.anchors[key])
 
 
 @each
 def test_a_weak_steady_penalty_is_the_plain_one(name):
     gradients = []
     for steady in (False, True):
-        method, _model, optimizer = fresh(name, steady=steady, **{"c" if name == "si" else "lam": 1e-4})
+        method, _model, optimizer = fresh(name, clip_penalty_step=steady, **{"c" if name == "si" else "lam": 1e-4})
         second_task(method, optimizer)
-        protected = method.protected()
+        protected = method.find_protected()
         for parameter in protected.values():
             parameter.grad = torch.zeros_like(parameter)
         with torch.no_grad():
-            method._add_penalty(optimizer, None)
+            method.plan.add_penalty(optimizer, None)
         gradients.append([parameter.grad for parameter in protected.values()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -159,8 +165,8 @@ def test_fishers_are_accumulated_as_the_definition_says(accumulation):
             expected[n] = (f + number * old) / (number + 1) if accumulation == "merged" else f + 0.7 * old
         method.end_task(blobs(number))
     for n, p in trunk(model).items():
-        torch.testing.assert_close(method.importances[n], expected[n], rtol=1e-4, atol=1e-9)
-        assert torch.equal(method.anchors[n], p)
+        torch.testing.assert_close(method.knowledge.importances[n], expected[n], rtol=1e-4, atol=1e-9)
+        assert torch.equal(method.knowledge.anchors[n], p)
 
 
 def test_a_weight_without_gradient_is_left_out_step_by_step():
@@ -243,7 +249,7 @@ def test_the_exact_fisher_is_the_expectation_over_the_predicted_classes_per_samp
     method.end_task(blobs(0))
     assert max(float(f.max()) for f in expected.values()) > 1e-4
     for n, f in expected.items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-8)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-3, atol=1e-8)
 
 
 def test_the_estimated_fisher_is_the_exact_one_in_the_mean_and_near_it_in_every_draw():
@@ -252,7 +258,7 @@ def test_the_estimated_fisher_is_the_exact_one_in_the_mean_and_near_it_in_every_
         model = MultiHead(mlp(), features=32)
         method = EWC(model, fisher=kind, seed=seed)
         learn(method, adam(model), 0, epochs=8)
-        return torch.cat([f.flatten() for f in method.importances.values()])
+        return torch.cat([f.flatten() for f in method.knowledge.importances.values()])
 
     exact, draws = fisher(0, "exact"), torch.stack([fisher(seed) for seed in range(20)])
     assert exact.sum() > 1e-2
@@ -270,21 +276,21 @@ def test_the_empirical_fisher_is_the_mean_squared_gradient_per_sample_with_true_
     expected = slow(trunk(model), ([(loss, 1.0)] for loss in losses))
     method.end_task(blobs(0))
     for n, f in expected.items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-8)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-3, atol=1e-8)
 
 
 @NETS
 def test_the_sampled_fisher_squares_the_gradient_for_one_drawn_class_per_sample(net):
     method, model = measured(net, fisher="sampled")
     with torch.no_grad():
-        labels = [picked(model(x, "t0"), places) for (x, _), places in method._with_draws(blobs(0), model)]
+        labels = [pick_classes(model(x, "t0"), places) for (x, _), places in method._add_draws(blobs(0), model)]
     losses = (
         F.cross_entropy(model(x, "t0"), y[None]) for (x, _), y in zip(samples(blobs(0)), torch.cat(labels), strict=True)
     )
     expected = slow(trunk(model), ([(loss, 1.0)] for loss in losses))
     method.end_task(blobs(0))
     for n, f in expected.items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-8)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-3, atol=1e-8)
 
 
 def test_drawn_classes_follow_the_prediction_and_the_seed():
@@ -294,8 +300,8 @@ def test_drawn_classes_follow_the_prediction_and_the_seed():
         model = MultiHead(mlp(), features=32)
         method = EWC(model, fisher="sampled", seed=seed)
         learn(method, adam(model), 0, epochs=1, end=False)
-        [(_, places)] = method._with_draws([logits], model)
-        return picked(logits, places)
+        [(_, places)] = method._add_draws([logits], model)
+        return pick_classes(logits, places)
 
     labels = draw(3)
     assert torch.equal(labels, draw(3))
@@ -305,8 +311,8 @@ def test_drawn_classes_follow_the_prediction_and_the_seed():
 
 def test_no_place_falls_beyond_the_last_class_that_is_possible():
     logits = torch.tensor([[1.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
-    assert picked(logits, torch.full((2,), 1 - 2**-53, dtype=torch.float64)).tolist() == [1, 2]
-    assert picked(logits, torch.zeros(2, dtype=torch.float64)).tolist() == [0, 0]
+    assert pick_classes(logits, torch.full((2,), 1 - 2**-53, dtype=torch.float64)).tolist() == [1, 2]
+    assert pick_classes(logits, torch.zeros(2, dtype=torch.float64)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("delivered", [7, 12, 48])
@@ -320,7 +326,7 @@ def test_the_batched_fisher_squares_the_gradient_of_the_mean_loss_of_mini_batche
             expected[n] += len(xs) / len(x) * gradient**2
     method.end_task(zip(x.split(delivered), y.split(delivered), strict=True))
     for n, f in expected.items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-4, atol=1e-10)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-4, atol=1e-10)
 
 
 def test_the_papers_fisher_is_measured_in_train_mode_with_dropout_and_leaves_no_trace():
@@ -335,7 +341,7 @@ def test_the_papers_fisher_is_measured_in_train_mode_with_dropout_and_leaves_no_
         assert torch.equal(state, torch.get_rng_state())
         assert same(model_state, bits(model))
         assert all(p.grad is not None for p in trunk(model).values())  # as the loop left them
-        return method.importances["trunk.0.0.weight"]
+        return method.knowledge.importances["trunk.0.0.weight"]
 
     assert not torch.equal(fisher("train"), fisher("eval"))
 
@@ -345,12 +351,12 @@ def test_the_fisher_does_not_depend_on_how_the_work_is_cut(monkeypatch, kind):
     def fisher():
         method, _ = measured(mlp, fisher=kind)
         method.end_task(blobs(0))
-        return method.importances
+        return method.knowledge.importances
 
     whole = fisher()
-    monkeypatch.setattr(importance, "_CHUNK", 5)
+    monkeypatch.setattr(importance, "MAX_SAMPLES", 5)
     parts = fisher()
-    monkeypatch.setattr(importance, "_FLOATS", {"cpu": 1})  # one sample and one class at a time
+    monkeypatch.setattr(importance, "MAX_FLOATS", {"cpu": 1})  # one sample and one class at a time
     for n, f in fisher().items():
         torch.testing.assert_close(f, whole[n], rtol=1e-4, atol=1e-10)
         torch.testing.assert_close(parts[n], whole[n], rtol=1e-4, atol=1e-10)
@@ -384,13 +390,13 @@ def test_a_forward_of_ones_own_gives_the_log_probability_of_an_action():
     values = (log_probability(model, one)[0] for one in samples(blobs(0)))
     body = {n: p for n, p in model.named_parameters() if n.startswith("body")}
     for n, f in slow(body, ([(value, 1.0)] for value in values)).items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-8)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-3, atol=1e-8)
     with pytest.raises(ValueError, match="fisher='sampled'"):
         run("exact", log_probability)
     with pytest.raises(ValueError, match="a dict"):
         run("exact", None)
     method, model = run("exact", lambda model, batch: model(batch[0], "t0")["logits"])
-    assert method.importances["body.0.weight"].max() > 0
+    assert method.knowledge.importances["body.0.weight"].max() > 0
 
 
 @pytest.mark.parametrize("name", ["ewc", "ewc paper", "mas", "mas paper"])
@@ -404,7 +410,7 @@ def test_a_task_without_data_or_with_broken_weights_is_not_ended(name):
     with pytest.raises(FloatingPointError, match="diverged"):
         method.end_task(blobs(0))
     assert method.task == "t0"
-    assert not method.importances
+    assert not method.knowledge.importances
 
 
 @pytest.mark.parametrize("kind", ["exact", "estimated", "empirical"])
@@ -419,8 +425,8 @@ def test_a_weight_of_a_single_number_has_a_fisher_too(kind):
 
     method, _model = measured(Scaled, fisher=kind)
     method.end_task(blobs(0))
-    assert method.importances["trunk.scale"].shape == ()
-    assert method.importances["trunk.scale"] > 0
+    assert method.knowledge.importances["trunk.scale"].shape == ()
+    assert method.knowledge.importances["trunk.scale"] > 0
 
 
 def test_a_model_that_vmap_cannot_run_gets_a_way_out():
@@ -453,7 +459,7 @@ def test_mas_is_the_mean_absolute_gradient_of_the_squared_norm_of_each_output(ne
             expected[n] = expected.get(n, 0) + f
         method.end_task([x for x, _ in blobs(number)])  # no labels needed
     for n, f in expected.items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-3, atol=1e-6)
 
 
 def test_the_papers_mas_takes_absolute_values_of_the_summed_gradients_of_20_plain_norms():
@@ -467,7 +473,7 @@ def test_the_papers_mas_takes_absolute_values_of_the_summed_gradients_of_20_plai
             expected[n] += gradient.abs() / len(x)
     method.end_task(blobs(0))
     for n, f in expected.items():
-        torch.testing.assert_close(method.importances[n], f, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(method.knowledge.importances[n], f, rtol=1e-4, atol=1e-7)
 
 
 # Paths ----------------------------------------------------------------------------------------------------------------
@@ -505,7 +511,7 @@ def test_omega_of_si_on_a_quadratic_is_the_analytic_value():
     path = rate * model.a**2 * start**2 * (1 - ratio ** (2 * steps)) / (1 - ratio**2)
     end = start * ratio**steps
     torch.testing.assert_close(model.theta.detach(), end)
-    torch.testing.assert_close(method.importances["theta"], path / ((end - start) ** 2 + xi))
+    torch.testing.assert_close(method.knowledge.importances["theta"], path / ((end - start) ** 2 + xi))
     drop = 0.5 * model.a * (start**2 - end**2)  # the continuous path integral is the loss's own decrease
     torch.testing.assert_close(path, drop, rtol=0.03, atol=0)
 
@@ -515,7 +521,7 @@ def test_omega_of_si_on_a_quadratic_is_the_analytic_value():
 def test_weights_that_join_within_a_task_are_held_as_the_others(kind, how):
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
-    method = kind(model, **{kind._setting: 1e4})
+    method = kind(model, **{kind.strength_setting: 1e4})
     learn(method, adam(model), 0)
     first = model.trunk[0]
     before = first.weight.detach().clone()
@@ -534,7 +540,7 @@ def test_weights_that_join_within_a_task_are_held_as_the_others(kind, how):
         plain = first.weight.grad.clone()
         optimizer.step()
         pushed.append(not torch.equal(first.weight.grad, plain))
-    assert torch.equal(method.anchors["trunk.0.weight"], before)
+    assert torch.equal(method.knowledge.anchors["trunk.0.weight"], before)
     assert all(pushed)
     method.end_task(blobs(1))
 
@@ -563,7 +569,7 @@ def test_omega_of_si_is_clipped_by_default_and_not_in_the_papers_form():
         method = SI(model, heads="head", **settings)
         roll(method, torch.optim.SGD(model.parameters(), lr=0.01, maximize=True), steps=5)  # uphill
         method.end_task([])
-        return method.importances["theta"]
+        return method.knowledge.importances["theta"]
 
     assert torch.equal(omega(), torch.zeros(3, dtype=torch.float64))
     assert bool((omega(**SI.paper) < 0).all())
@@ -577,7 +583,7 @@ def test_si_integrates_the_tasks_gradient_by_default_and_the_total_in_the_papers
         roll(method, optimizer)
         method.end_task([])
         before = model.theta.detach().clone()
-        omega = method.importances["theta"]
+        omega = method.knowledge.importances["theta"]
         expected = torch.zeros(3, dtype=torch.float64)
         model.a = torch.tensor([3.0, 0.5, 2.0], dtype=torch.float64)
         theta = before.clone()
@@ -588,8 +594,8 @@ def test_si_integrates_the_tasks_gradient_by_default_and_the_total_in_the_papers
             theta = theta + step
         roll(method, optimizer, "t1")
         torch.testing.assert_close(model.theta.detach(), theta)
-        torch.testing.assert_close(method.path["theta"], expected)
-        return method.path["theta"]
+        torch.testing.assert_close(method.plan.path["theta"], expected)
+        return method.plan.path["theta"]
 
     assert not torch.allclose(paths("task"), paths("total"))
 
@@ -619,7 +625,7 @@ def test_rwalk_follows_its_definition_step_by_step(form):
             theta = theta + step
         roll(method, optimizer, f"t{number}", steps=20)
         torch.testing.assert_close(model.theta.detach(), theta)
-        torch.testing.assert_close(method.path["theta"], path)
+        torch.testing.assert_close(method.plan.path["theta"], path)
         method.end_task([])
         score = path if form == "own" and number == 0 else (score + path) / 2
         anchor = theta
@@ -627,8 +633,8 @@ def test_rwalk_follows_its_definition_step_by_step(form):
             importances = sum((t - t.min()) / (t.max() - t.min()) for t in (fisher, score))
         else:
             importances = fisher + score
-        torch.testing.assert_close(method.fisher["theta"], fisher)
-        torch.testing.assert_close(method.score["theta"], score)
+        torch.testing.assert_close(method.knowledge.fisher["theta"], fisher)
+        torch.testing.assert_close(method.knowledge.score["theta"], score)
 
 
 # A fused optimizer under GradScaler -----------------------------------------------------------------------------------
@@ -684,7 +690,7 @@ def test_a_step_skipped_on_overflow_does_not_enter_the_path(name):
             assert tensor.abs().max() > 0
             assert torch.equal(tensor, method.state_dict()[kind][n])
     step(1.0)
-    assert all(bool(t.isfinite().all()) for t in method.path.values())
+    assert all(bool(t.isfinite().all()) for t in method.plan.path.values())
 
 
 # The life cycle -------------------------------------------------------------------------------------------------------
@@ -715,7 +721,7 @@ def test_resumed_in_the_middle_of_a_task_it_continues_bit_identically(name, net,
     assert same(bits(model), bits(second))
     assert whole.statistics() == resumed.statistics()
     x = blobs(0)[0][0]
-    outputs = [m.outputs(x) for m in (whole, resumed)]
+    outputs = [m.head_outputs(x) for m in (whole, resumed)]
     assert all(torch.equal(outputs[0][task], outputs[1][task]) for task in whole.tasks)
 
 
@@ -750,7 +756,7 @@ def test_the_models_keys_stay_as_they_are_and_close_leaves_nothing_behind(name, 
         assert "forward" not in vars(module)
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert optimizer not in _Hooks._of
+    assert StepHooks.get(optimizer) is None
 
 
 @each
@@ -819,8 +825,7 @@ def test_memory_reported_between_tasks_is_memory_held(name):
         return seen
 
     held = {key: value for key, value in vars(method).items() if key not in ("model", "heads")}
-    kept = method._own.kept
-    assert sum(tensors([held, kept], {}).values()) == memory["bytes"]
+    assert sum(tensors([held, vars(method.knowledge)], {}).values()) == memory["bytes"]
 
 
 def test_a_model_whose_tasks_share_one_head_has_it_protected():
@@ -842,7 +847,7 @@ def test_a_model_whose_tasks_share_one_head_has_it_protected():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     method.end_task(blobs(0))
-    assert set(method.importances) == {n for n, _ in model.named_parameters()}
+    assert set(method.knowledge.importances) == {n for n, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -897,13 +902,12 @@ def test_it_warns_once_when_its_strength_is_zero(name):
 def test_it_warns_with_the_suspected_cause_when_every_importance_is_zero(name):
     method, _, optimizer = fresh(name)
     learn(method, optimizer, 0, epochs=1)
-    for table in method._tables().values():
-        if table is not method.anchors:
-            torch._foreach_zero_(list(table.values())) if table else None
+    for table in (value for key, value in vars(method.knowledge).items() if key in ("importances", "fisher", "score")):
+        torch._foreach_zero_(list(table.values())) if table else None
     messages = warned(lambda: learn(method, optimizer, 1, epochs=1))
     assert len(messages) == 1
     assert "Every importance is 0" in messages[0]
-    assert method._no_importance in messages[0]
+    assert method.no_importance_advice in messages[0]
 
 
 def test_it_warns_when_no_protected_weight_moves_or_is_trained():
@@ -965,7 +969,7 @@ def test_each_task_sees_its_own_statistics_where_they_are_per_task():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     for number in range(3):
-        kept = method._own.kept[f"t{number}"]
+        kept = method.knowledge.norm_statistics[f"t{number}"]
         assert torch.equal(kept["trunk.2.running_mean"], statistics[number])
         plain.trunk[2].running_mean, plain.trunk[2].running_var = (
             kept[f"trunk.2.running_{what}"].clone() for what in ("mean", "var")
@@ -973,7 +977,7 @@ def test_each_task_sees_its_own_statistics_where_they_are_per_task():
         expected = plain(x, f"t{number}")
         assert torch.equal(model(x, f"t{number}"), expected)
         assert torch.equal(model(x, task=f"t{number}"), expected)
-        assert torch.equal(method.outputs(x)[f"t{number}"], expected)
+        assert torch.equal(method.head_outputs(x)[f"t{number}"], expected)
     model(x, "t0").sum().backward()  # statistics were exchanged, not written over
     assert torch.equal(model.trunk[2].running_mean, statistics[2])
 
@@ -1070,7 +1074,7 @@ def test_the_penalties_of_methods_together_add_up():
         p.grad = torch.zeros_like(p)
     weights = trunk(model)
     formula = sum(
-        (m.strength * m.importances[n] * (p - m.anchors[n]) ** 2).sum()
+        (m.strength * m.knowledge.importances[n] * (p - m.knowledge.anchors[n]) ** 2).sum()
         for m in method.methods
         for n, p in weights.items()
     )

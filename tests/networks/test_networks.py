@@ -44,16 +44,16 @@ def test_a_network_turns_its_input_into_as_many_features_as_it_says(name):
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "alexnet"])
 def test_every_network_has_the_papers_nodes_and_a_proven_graph(name):
     graph = graph_of(name)
-    assert (graph.size, graph.nodes) == (COUNTS[name][0], COUNTS[name][0])
-    assert sum(p.numel() for _, p, _ in graph.parameters()) == COUNTS[name][1]
+    assert (graph.size, graph.node_count) == (COUNTS[name][0], COUNTS[name][0])
+    assert sum(p.numel() for _, p, _ in graph.incoming_parameters()) == COUNTS[name][1]
 
 
 def test_alexnet_has_9344_nodes_and_57_million_weights_also_on_small_images():
     graph = graph_of("alexnet", (3, 63, 63))
     assert graph.size == 9_344
     assert [layer.size for layer in graph.layers.values()] == [64, 192, 384, 256, 256, 4096, 4096]
-    assert sum(p.numel() for _, p, _ in graph.parameters()) == 57_003_840
-    assert graph.feeds["trunk.conv.10"] == {"trunk.dense.1": 36}
+    assert sum(p.numel() for _, p, _ in graph.incoming_parameters()) == 57_003_840
+    assert graph.readers_of["trunk.conv.10"] == {"trunk.dense.1": 36}
 
 
 @pytest.mark.slow

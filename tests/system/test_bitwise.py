@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agscl import MultiHead
-from agscl.graph.nodes import LaidRows, NodeGraph, Rows
+from agscl.graph.nodes import NodeGraph
+from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._parts.proximal import group_norms, pull, shrink
 from agscl.networks.cifar import CifarTrunk
 from agscl.system.bitwise import as_bits, concat_pieces, copy_where_, mask_bits_, split_pieces, zero_where_
@@ -110,24 +111,24 @@ def test_rows_laid_end_to_end_are_the_same_rows(kind, layout):
     graph = NodeGraph(model, (torch.randn(2, 3, side, side), "t"))
     chosen = torch.rand(graph.size) < 0.5
     rows = Rows(graph, chosen)
-    assert LaidRows.fits(rows)
-    laid = LaidRows(rows)
-    (numbers,) = laid.take()
+    assert FlatRows.supports(rows)
+    laid = FlatRows(rows)
+    (numbers,) = laid.gather()
     assert len(laid) == len(rows)
-    assert len(numbers) == sum(part.numel() for part in rows.take())
-    torch.testing.assert_close(group_norms([numbers], laid.members), group_norms(rows.take(), rows.members))
-    assert torch.equal(laid.laid(rows.take())[0], numbers)
+    assert len(numbers) == sum(part.numel() for part in rows.gather())
+    torch.testing.assert_close(group_norms([numbers], laid.members), group_norms(rows.gather(), rows.members))
+    assert torch.equal(laid.flatten_rows(rows.gather())[0], numbers)
 
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    laid.put([numbers])
+    laid.scatter_([numbers])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    some = [torch.randn_like(part) for part in rows.take()]
+    some = [torch.randn_like(part) for part in rows.gather()]
     frozen = next(iter(rows.parameters))
     frozen.requires_grad_(False)
-    rows.put(some)
+    rows.scatter_(some)
     usual = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(before)
-    laid.put(laid.laid(some))
+    laid.scatter_(laid.flatten_rows(some))
     assert all(torch.equal(value, usual[name]) for name, value in model.state_dict().items())
     assert torch.equal(frozen, before[next(n for n, p in model.named_parameters() if p is frozen)])
 
@@ -135,11 +136,11 @@ def test_rows_laid_end_to_end_are_the_same_rows(kind, layout):
 def test_rows_stay_where_they_belong_when_the_model_is_laid_out_anew():
     model, graph = branches()
     rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
-    laid, before = LaidRows(rows), {name: value.clone() for name, value in model.state_dict().items()}
-    taken = laid.take()
+    laid, before = FlatRows(rows), {name: value.clone() for name, value in model.state_dict().items()}
+    taken = laid.gather()
     model.to(memory_format=torch.channels_last)
-    assert torch.equal(laid.take()[0], taken[0])
-    laid.put([2 * taken[0]])
+    assert torch.equal(laid.gather()[0], taken[0])
+    laid.scatter_([2 * taken[0]])
     trained = {id(parameter) for parameter in rows.parameters}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, (2 if id(parameter) in trained else 1) * before[name]), name
@@ -148,18 +149,18 @@ def test_rows_stay_where_they_belong_when_the_model_is_laid_out_anew():
 def test_the_operators_do_the_same_to_rows_laid_end_to_end():
     _, graph = branches()
     rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
-    laid = LaidRows(rows)
-    anchors = [part + 0.1 * torch.randn_like(part) for part in rows.take()]
+    laid = FlatRows(rows)
+    anchors = [part + 0.1 * torch.randn_like(part) for part in rows.gather()]
     thresholds = torch.linspace(0, 2, graph.size, dtype=torch.float64)
     thresholds[3] = math.inf
     for usual, other in (
-        (shrink(rows.take(), thresholds, rows.members), shrink(laid.take(), thresholds, laid.members)),
+        (shrink(rows.gather(), thresholds, rows.members), shrink(laid.gather(), thresholds, laid.members)),
         (
-            pull(rows.take(), anchors, thresholds, rows.members),
-            pull(laid.take(), laid.laid(anchors), thresholds, laid.members),
+            pull(rows.gather(), anchors, thresholds, rows.members),
+            pull(laid.gather(), laid.flatten_rows(anchors), thresholds, laid.members),
         ),
     ):
-        (expected,) = laid.laid(usual)
+        (expected,) = laid.flatten_rows(usual)
         torch.testing.assert_close(other[0], expected)
         assert torch.equal(other[0] == 0, expected == 0)
 
@@ -167,10 +168,10 @@ def test_the_operators_do_the_same_to_rows_laid_end_to_end():
 def test_too_many_numbers_or_numbers_of_several_kinds_are_left_as_rows(monkeypatch):
     model, graph = branches()
     everything, nothing = (torch.full((graph.size,), chosen) for chosen in (True, False))
-    assert LaidRows.fits(Rows(graph, everything))
-    assert not LaidRows.fits(Rows(graph, nothing))
-    monkeypatch.setattr(LaidRows, "MOST", 10)
-    assert not LaidRows.fits(Rows(graph, everything))
+    assert FlatRows.supports(Rows(graph, everything))
+    assert not FlatRows.supports(Rows(graph, nothing))
+    monkeypatch.setattr(FlatRows, "MAX_NUMBERS", 10)
+    assert not FlatRows.supports(Rows(graph, everything))
     monkeypatch.undo()
     model.trunk.rest.double()
-    assert not LaidRows.fits(Rows(graph, everything))
+    assert not FlatRows.supports(Rows(graph, everything))

@@ -98,11 +98,8 @@ def test_a_trainer_looks_at_all_data_before_it_starts(change, said):
 
 def test_inputs_that_are_not_finite_are_named_where_the_nodes_are_looked_for():
     model = MultiHead(nn.Sequential(nn.Linear(3, 8), nn.ReLU()), features=8)
-    model.add_head("t", 2)
-    method = AGSCL(model)
-    method.begin_task("t", torch.optim.Adam(model.parameters()))
     with pytest.raises(ValueError, match="Some inputs are infinite or NaN"):
-        model(torch.tensor([[math.nan, 0.0, 0.0]]), "t")
+        AGSCL(model, torch.tensor([[math.nan, 0.0, 0.0]]))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -9,7 +9,7 @@ from torch import nn
 from agscl import PackNet
 from agscl.experiments.methods import METHODS
 from agscl.heads import MultiHead
-from agscl.methods._parts.lifecycle import NodeMethod
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
 from agscl.runs import hash_state
@@ -161,7 +161,7 @@ def test_weights_from_before_packnet_pruned_are_never_gone_back_to(engine):
     while trainer.advance():
         if trainer.optimizer is not None and trainer.step == 0 and trainer.epoch:
             weights[trainer.epoch] = trainer.model.trunk[0].weight.detach().clone()
-            if pruned is None and trainer.method.version:
+            if pruned is None and trainer.method.plan_version:
                 pruned = trainer.epoch
     assert pruned is not None
     assert 1 < pruned < 6
@@ -286,9 +286,9 @@ def test_a_task_ends_with_batches_twice_as_large_where_their_size_does_not_matte
     met = []
 
     class Watching(FineTune):
-        batch_size_matters = matters
+        depends_on_batch_size = matters
 
-        def _end(self, batches, forward):
+        def _finish_task(self, batches, forward):
             met.extend(len(y) for _, y in batches)
 
     task = replace(TASKS[0], train_x=TASKS[0].train_x[:36], train_y=TASKS[0].train_y[:36])
@@ -303,10 +303,7 @@ def test_a_task_ends_with_batches_twice_as_large_where_their_size_does_not_matte
 def test_what_agscl_measures_does_not_depend_on_the_size_of_batches_unless_something_does(between, settings, matters):
     model = MultiHead(nn.Sequential(nn.Linear(4, 8), *between, nn.ReLU()), features=8)
     method = AGSCL(model, example_input=torch.randn(2, 4), **settings)
-    assert method.batch_size_matters, "nothing is known yet"
-    model.add_head("t", 2)
-    method.begin_task("t", torch.optim.SGD(model.parameters(), lr=0.1))
-    assert method.batch_size_matters == matters
+    assert method.depends_on_batch_size == matters
 
 
 def test_where_only_some_tasks_have_a_validation_split_none_is_scored_on_it():

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from agscl.graph.forward import preserve_model_state
 from agscl.graph.nodes import NodeGraph
-from agscl.graph.probing import LAYERS, undisturbed
-from agscl.methods._parts.batchnorm import norms_with_statistics
+from agscl.graph.probing import LAYERS
+from agscl.methods._parts.batchnorm import find_batchnorms
 from agscl.methods.gpm import CHUNK, COLUMNS, GPMConfig
 
 __all__ = ["COMMON_PURPOSES", "FORECASTS", "WEIGHT_WISE", "Memory", "Outline", "forecast_memory"]
@@ -117,22 +118,22 @@ class Outline:
             raise ValueError("the model has no head: wrap it in a MultiHead, or name its heads with heads=")
         head_ids = {id(p) for p in heads.parameters(graph._tasks).values()}
         trunk = {name: p for name, p in model.named_parameters() if id(p) not in head_ids}
-        weights = [p for p in model.parameters() if p.requires_grad and (heads.shared or id(p) not in head_ids)]
+        weights = [p for p in model.parameters() if p.requires_grad and (heads.is_shared or id(p) not in head_ids)]
         packed = [p for name, p in trunk.items() if p.requires_grad and p.dim() > 1 and name.endswith("weight")]
         return cls(
             weights=Amount.from_tensors(weights),
             packed=sum(p.numel() for p in packed),
             groups=graph.size,
-            incoming=Amount.from_tensors(p for _, p, _ in graph.parameters()),
+            incoming=Amount.from_tensors(p for _, p, _ in graph.incoming_parameters()),
             digests=2 if graph.norms else 1,
-            statistics=Amount.from_tensors(_list_statistics(model, () if heads.shared else graph._head_names)),
+            statistics=Amount.from_tensors(_list_statistics(model, () if heads.is_shared else graph._head_names)),
             layers=tuple(_measure_layers(model, arguments, {id(p) for p in trunk.values()})),
         )
 
 
 def _list_statistics(model: nn.Module, heads: Iterable[str]) -> list[Tensor]:
     """The BatchNorm statistics outside the heads."""
-    norms = norms_with_statistics(model).items()
+    norms = find_batchnorms(model).items()
     outside = [norm for name, norm in norms if not any(name == head or name.startswith(f"{head}.") for head in heads)]
     return [buffer for norm in outside for buffer in norm.buffers(recurse=False)]
 
@@ -148,7 +149,7 @@ def _measure_layers(model: nn.Module, arguments: tuple[Any, ...], trunk: set[int
     layers = [m for m in model.modules() if isinstance(m, LAYERS) and id(m._parameters.get("weight")) in trunk]
     handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
-        with undisturbed(model):
+        with preserve_model_state(model):
             model(*arguments)
     finally:
         for handle in handles:
@@ -176,14 +177,14 @@ def _make_memory(upper_bounds: Iterable[str] = (), /, **counts: int) -> Memory:
 
 def _agscl(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
     """For each group Ω and, in 32 bits, the first task it was important in; anchors of the important groups."""
-    start = outline.incoming if settings.get("fresh") == "start" else ZERO
+    start = outline.incoming if settings.get("reinit_from") == "start" else ZERO
     digests = DIGEST_BYTES * outline.digests * outline.groups
     return _make_memory(
         ["anchors", "bytes"],
         importances=outline.groups,
         anchors=outline.incoming.numbers,
         masks=outline.groups,
-        start=start.numbers,
+        **({"start": start.numbers} if start.numbers else {}),
         digests=digests,
         bytes=outline.groups * (outline.default_bytes + 4) + outline.incoming.bytes + start.bytes + digests,
     )
@@ -210,7 +211,6 @@ def _hat(outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
     return _make_memory(
         masks=outline.groups,
         embeddings=tasks * outline.groups,
-        statistics=0,
         bytes=numbers * outline.default_bytes,
     )
 

@@ -40,7 +40,7 @@ def order_layer_by_layer(graph: NodeGraph, importances: Tensor) -> Tensor:
     completely before the others, and the network would compute nothing.
     """
     ranks = torch.zeros(graph.size, dtype=torch.double)
-    for in_layer in graph.in_first_layer():
+    for in_layer in graph.groups_by_layer():
         groups = in_layer.nonzero().flatten()
         ascending = importances.cpu()[groups].argsort(stable=True)
         ranks[groups[ascending]] = (torch.arange(len(groups), dtype=torch.double) + 0.5) / max(len(groups), 1)
@@ -52,7 +52,7 @@ def prune_in_order(
 ) -> PerturbationCurve:
     """Prune all nodes in this order, in so many steps, and record the score after each; then restore the model.
 
-    >>> highest_first = method.omega.argsort(descending=True)
+    >>> highest_first = method.knowledge.omega.argsort(descending=True)
     >>> prune_in_order(method.graph, highest_first, lambda: accuracy(model)).aopc[-1]
     """
     groups = torch.as_tensor(order).cpu()
@@ -72,7 +72,7 @@ def prune_in_order(
 
 def _list_incoming(graph: NodeGraph) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor that must be 0 for a node's output to be 0, with the group of each of its rows."""
-    for _, parameter, row_groups in graph.parameters():
+    for _, parameter, row_groups in graph.incoming_parameters():
         yield parameter.data, row_groups
     for norm in graph.norms.values():
         if norm.module.running_mean is not None:

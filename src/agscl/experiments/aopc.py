@@ -92,7 +92,10 @@ def _measure_curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
     method = trainer.method
     assert isinstance(method, AGSCL)
     generator = torch.Generator().manual_seed(derive_seed(config.seed, trainer.task_index))
-    ascending, by_layer = method.omega.cpu().argsort(stable=True), order_layer_by_layer(method.graph, method.omega)
+    ascending, by_layer = (
+        method.knowledge.omega.cpu().argsort(stable=True),
+        order_layer_by_layer(method.graph, method.knowledge.omega),
+    )
 
     def measure_curve(order: torch.Tensor) -> PerturbationCurve:
         return prune_in_order(method.graph, order, lambda: statistics.mean(trainer.test_accuracies()))
@@ -110,5 +113,7 @@ def _measure_curves(trainer: Trainer, config: RunConfig) -> dict[str, Any]:
 
 def _mean_importances(method: AGSCL) -> dict[str, float]:
     """The mean importance of each layer's nodes."""
-    layers = zip(method.graph.layers, method.graph.in_first_layer(), strict=True)
-    return {name: float(method.omega.cpu()[in_layer].mean()) for name, in_layer in layers if bool(in_layer.any())}
+    layers = zip(method.graph.layers, method.graph.groups_by_layer(), strict=True)
+    return {
+        name: float(method.knowledge.omega.cpu()[in_layer].mean()) for name, in_layer in layers if bool(in_layer.any())
+    }

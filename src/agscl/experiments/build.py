@@ -13,7 +13,8 @@ from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.methods import METHODS
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.heads import MultiHead
-from agscl.methods._parts.lifecycle import Method, NodeMethod
+from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
 from agscl.runs import WrongOptions
@@ -44,8 +45,8 @@ def load_tasks(config: RunConfig) -> TaskSequence:
 def build_trainer(config: RunConfig, method_name: str, sequence: TaskSequence) -> Trainer:
     """A trainer for the method (or bound) of this name, with a new model."""
     first = sequence[0]
-    model, method = build_model(config, method_name, first.prepare_inputs(first.train_x[:2]))
-    _check_input_shapes(config, getattr(model.trunk, "input_shape", ()), sequence)
+    example_input = first.prepare_inputs(first.train_x[:2])
+    model, method = build_model(config, method_name, example_input, sequence=sequence)
     trainer_class = Joint if method_name == "joint" else Trainer
     try:
         return trainer_class(model, method, sequence, config.training, seed=config.seed, device=config.device)
@@ -54,22 +55,31 @@ def build_trainer(config: RunConfig, method_name: str, sequence: TaskSequence) -
 
 
 def build_model(
-    config: RunConfig, method_name: str, example_input: Tensor | None = None, device: str | None = None
+    config: RunConfig,
+    method_name: str,
+    example_input: Tensor,
+    device: str | None = None,
+    sequence: TaskSequence = (),
 ) -> tuple[MultiHead, Method]:
-    """A new model with the method of this name; a bound is fine-tuning with other data or another model."""
+    """A new model, which must be able to read the inputs of `sequence`, with the method of this name.
+
+    A bound is fine-tuning with other data or another model.
+    """
     torch.manual_seed(derive_seed(config.seed))
     device = device or config.device
     make_trunk = partial(NETWORKS[config.network], **config.network_options)
+    trunk = make_trunk()
+    _check_input_shapes(config, getattr(trunk, "input_shape", ()), sequence)
     if method_name == "separate":
+        torch.manual_seed(derive_seed(config.seed))
         model: MultiHead = Separate(make_trunk)
         return model, FineTune(model)
-    trunk = make_trunk()
     model = MultiHead(trunk, features=trunk.features).to(device)
     if method_name == "joint":
         return model, FineTune(model, heads=all_heads)
     settings = dict(config.settings) if method_name == config.method else {}
     method_class = METHODS[method_name].load()
-    if issubclass(method_class, NodeMethod) and example_input is not None:
+    if issubclass(method_class, NodeMethod):
         settings["example_input"] = example_input.to(device)
     return model, method_class(model, **settings)
 

@@ -116,7 +116,7 @@ PRESETS: dict[str, Preset] = {
             factor=10.0,
             restore_best=False,
         ),
-        methods={**CUB200, "agscl": {**CUB200["agscl"], "fresh": "start"}},
+        methods={**CUB200, "agscl": {**CUB200["agscl"], "reinit_from": "start"}},
     ),
     "eight": Preset("the paper's: eight datasets, one task each", "eight", "eight", LOOP, EIGHT),
     "tinyimagenet32": Preset("100 Tiny ImageNet classes at 32×32, as cifar100", "tinyimagenet32", "cifar", LOOP, TINY),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from agscl.analysis import metrics
-from agscl.certificate import Certificate, Probe
+from agscl.certificate import Certificate, ProbeOutputs
 from agscl.experiments.build import build_trainer, load_tasks
 from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import record_environment
@@ -196,8 +196,10 @@ def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> None:
     if certificate.probe is None:
         first = trainer.tasks[0]
         shape = first.prepare_inputs(first.train_x[:1]).shape[1:]
-        batch = Probe.draw([PROBE_SIZE, *shape], seed=0).to(trainer.device)
-        certificate = replace(certificate, probe=Probe.of(batch, trainer.method.outputs(batch), 0))
+        batch = ProbeOutputs.draw_batch([PROBE_SIZE, *shape], seed=0).to(trainer.device)
+        certificate = replace(
+            certificate, probe=ProbeOutputs.from_outputs(batch, trainer.method.head_outputs(batch), 0)
+        )
     with run.explain_write_errors():
         certificate.save(_certificate_path(run, tasks_learned))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agscl.certificate import Certificate, Probe, Verdict, verify
+from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
 from agscl.experiments.build import build_model
 from agscl.experiments.config import RunConfig, check_device
 from agscl.experiments.environment import use_threads
@@ -83,7 +83,7 @@ def _check_probe_outputs(
     lines, failures = [], []
     with use_threads(int(last.probe.environment["threads"])), tf32_for(config.training.precision):
         batch, outputs = _compute_probe_outputs(config, last.probe, last.probe.seed, trainer_state)
-        here, there = Probe.environment_of(batch), last.probe.environment
+        here, there = ProbeOutputs.describe_environment(batch), last.probe.environment
         for certificate in certificates:
             if certificate.probe is None:
                 continue
@@ -107,7 +107,7 @@ def _check_probe_outputs(
 
 
 def _compute_probe_outputs(
-    config: RunConfig, probe: Probe, seed: int, trainer_state: dict[str, Any]
+    config: RunConfig, probe: ProbeOutputs, seed: int, trainer_state: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The probe, drawn again from its seed, and the outputs of all heads on it."""
     try:
@@ -115,10 +115,10 @@ def _compute_probe_outputs(
     except ValueError:
         device = "cpu"
     with torch.random.fork_rng(devices=[]):
-        batch = Probe.draw(probe.shape, seed).to(device)
+        batch = ProbeOutputs.draw_batch(probe.shape, seed).to(device)
         model, method = build_model(config, config.method, batch[:2], device)
         for task, output in probe.outputs.items():
             model.add_head(task, output["shape"][1])
         place_model(model, device, config.training).load_state_dict(trainer_state["model"])
         method.load_state_dict(trainer_state["method"])
-        return batch, method.outputs(batch)
+        return batch, method.head_outputs(batch)

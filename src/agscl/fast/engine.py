@@ -172,15 +172,15 @@ class GraphEngine(Engine):
 
     def _launch_end_of_epoch(self, state: _DeviceState) -> None:
         trainer, size, count = self.trainer, self.trainer.config.batch_size, self.trainer.examples
-        if trainer.method.same_every_epoch:
+        if trainer.method.end_epoch_capturable:
             # Not before all steps are captured: methods hand tensors of the last captured step to the end of the epoch.
             widths = {min(size, count), count % size or size}
             captured = self.runner.graphs.keys() >= widths
             self.runner.run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
             return
         trainer.method.end_epoch()
-        if trainer.method.version != state.method_version:
-            state.method_version = trainer.method.version
+        if trainer.method.plan_version != state.method_version:
+            state.method_version = trainer.method.plan_version
             self.runner.release()
             state.best_loss.fill_(math.inf)  # e.g. pruned: weights of earlier epochs cannot be restored any more
             state.stalled_epochs.zero_()
@@ -279,6 +279,6 @@ class _DeviceState:
         """Loss, validation loss and learning rate of the last epoch."""
         self.launched: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         """Epochs that are not reported yet: number, figures on the host, and the event after which these are there."""
-        self.method_version = trainer.method.version
+        self.method_version = trainer.method.plan_version
         self.warm_way: int | None = None
         """The version of the compiled trunk with which the last step ran."""

@@ -7,22 +7,22 @@ the layer. When it is built, the graph proves itself with a measurement of anoth
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from agscl.graph.probing import LAYERS, Claim, Flow, NodeGraphError, Place, Probe, column_dim
+from agscl.graph.probing import LAYERS, Claim, Flow, NodeGraphError, NodeProbe, Place, column_dim
 from agscl.heads import HeadPlace, Heads, MultiHead
 
-__all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "Reader", "Rows", "Site"]
+__all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
 
 
 @dataclass
@@ -56,13 +56,13 @@ class Reader:
     name: str
     module: nn.Module
     sources: Tensor  # (columns,)
-    head: bool
+    is_head: bool
 
     @property
     def weight(self) -> nn.Parameter:
         return self.module.get_parameter("weight")
 
-    def columns(self) -> Tensor:
+    def source_groups(self) -> Tensor:
         """The group that each stored weight reads, shaped to broadcast against the weight: (rows or 1, columns, 1…)."""
         grouped = getattr(self.module, "groups", 1)
         sources = self.sources.view(grouped, -1)
@@ -72,7 +72,7 @@ class Reader:
 
 
 @dataclass
-class Site:
+class ReLUSite:
     """A ReLU, the `index`-th that a forward pass calls. Along `dim`, element e is a value of group `groups[e]`."""
 
     index: int
@@ -91,7 +91,7 @@ class NodeGraph:
     task as a head would be (`excluded="train"`). What later layers read of an excluded one is not protected.
 
     `heads` says where the heads are, as for a method. A model that is no `MultiHead`, without `heads`, is taken as a
-    trunk, whose outputs heads will read.
+    trunk, whose outputs heads will read; a `MultiHead` needs no head yet.
     """
 
     def __init__(
@@ -110,35 +110,54 @@ class NodeGraph:
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-        if isinstance(model, MultiHead) and len(arguments) == 1:
-            if not model.heads:
-                raise ValueError("The model has no head yet: call model.add_head before building its NodeGraph.")
-            arguments = (*arguments, self._tasks[-1] if self._tasks else list(model.heads)[-1])
-        given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if not all(bool(leaf.isfinite().all()) for leaf in given):
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise TypeError(
+                f"example_input is a batch of inputs, or a tuple of the forward pass's arguments; got "
+                f"{type(example_input).__name__}."
+            )
+        if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
             raise ValueError("Some inputs are infinite or NaN: the nodes of a network cannot be found with them.")
-        self._nodes: dict[str, nn.Module] = {}
-        self._norms: dict[str, _BatchNorm] = {}
-        self._later: list[str] = []  # heads of tasks that have not begun, where a function tells the heads
+        self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
+        self.features: Tensor | None = None  # (features,) the group behind each input of a MultiHead's linear heads
+        self._node_layers: dict[str, nn.Module] = {}
+        self._norm_layers: dict[str, _BatchNorm] = {}
+        self._later_heads: list[str] = []  # heads of tasks that have not begun, where a function tells the heads
         self._find_layers()
-        probe = self._probe(arguments)
-        for name in probe.unreached:
+        task = self._first_task()
+        probe = self._probe(task)
+        for name in probe.never_called:
             if self.heads is None or not callable(self.heads.place):  # else: a head whose task has not begun
                 raise NodeGraphError(
-                    name, "the forward pass never calls it, so who reads its nodes is not known.", self._cure(name)
+                    name,
+                    "the forward pass never calls it, so who reads its nodes is not known.",
+                    self._suggest_exclude(name),
                 )
-            del self._nodes[name], probe.pinned[name]
-            self._later.append(name)
-        self._nodes = {name: self._nodes[name] for name in probe.two if name in self._nodes}  # in forward order
-        self._ran = set(probe.two)
-        self._place(probe.measure(list(self._nodes)), probe.folds)
+            del self._node_layers[name], probe.replaced[name]
+            self._later_heads.append(name)
+        self._node_layers = {name: self._node_layers[name] for name in probe.outputs if name in self._node_layers}
+        self._called = set(probe.outputs)
+        self._place_nodes(probe.trace_nodes(list(self._node_layers)), probe.batch_folds)
         try:
-            self.prove(arguments)
-        except (
-            NodeGraphError
-        ):  # small values may be hidden, e.g. under an input that is added: look again with large ones
-            self._place(probe.measure(list(self._nodes), scales=(1.0, 1e3)), probe.folds)
-            self.prove(arguments)
+            self.prove(task)
+        except NodeGraphError:  # small values may be hidden, e.g. under an input that is added: try large ones
+            self._place_nodes(probe.trace_nodes(list(self._node_layers), scales=(1.0, 1e3)), probe.batch_folds)
+            self.prove(task)
+
+    def _first_task(self) -> str | None:
+        """The task to run the model for while it is probed; None: as the example says, or the trunk alone."""
+        if self.heads is None or not self.heads.takes_task or len(self.example) > (self.heads.task_position or 0):
+            return None
+        known = self._tasks or self.heads.existing_tasks
+        return known[-1] if known else None
+
+    def _run_model(self, task: str | None, *arguments: Any) -> Any:
+        """The model's forward pass for `task`; of a `MultiHead` without a head, that of its trunk."""
+        if isinstance(self.model, MultiHead) and not self.model.heads:
+            return self.model.trunk(*arguments)
+        if self.heads is None or task is None:
+            return self.model(*arguments)
+        return self.heads.call_model(arguments, task, self._tasks or self.heads.existing_tasks)
 
     # What is where ---------------------------------------------------------------------------------------------------
 
@@ -149,67 +168,69 @@ class NodeGraph:
             if name not in modules:
                 near = [known for known in modules if known.endswith(name)] or [known for known in modules if known]
                 raise ValueError(f"exclude: the model has no module {name!r}. It has: {', '.join(near[:20])}.")
-        self._head_names = self._names_of_heads()
-        self._ends = self._find_ends()
-        owners: dict[int, str] = {}
+        self._head_names = self._find_head_names()
+        self._end_layers = self._find_end_layers()
+        parameter_owners: dict[int, str] = {}
         for name, module in modules.items():
-            if not self._apart(name) and isinstance(module, _InstanceNorm) and module.running_mean is not None:
+            if not self._is_outside(name) and isinstance(module, _InstanceNorm) and module.running_mean is not None:
                 raise NodeGraphError(
                     name,
                     "its running statistics would change for old tasks; only those of BatchNorm can be kept.",
                     f"Use track_running_stats=False, or exclude={[*self.exclude, name]!r}.",
                 )
-            if self._apart(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
+            if self._is_outside(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
                 continue
             if isinstance(module, _BatchNorm):
-                self._norms[name] = module
+                self._norm_layers[name] = module
             elif any(p.requires_grad for p in module.parameters()):
                 self._check_layer(name, module)
-                self._nodes[name] = module
+                self._node_layers[name] = module
             for key, parameter in module.named_parameters(recurse=False):
-                owner = owners.setdefault(id(parameter), name)
+                owner = parameter_owners.setdefault(id(parameter), name)
                 if owner != name and parameter.requires_grad:
                     raise NodeGraphError(
                         name,
                         f"its {key} is also that of {owner} (tied weights): one weight cannot be frozen in one place "
                         "and free in the other.",
-                        self._cure(owner, name),
+                        self._suggest_exclude(owner, name),
                     )
         for name, parameter in self.model.named_parameters():
             holder = name.rpartition(".")[0]
-            if parameter.requires_grad and not self._apart(holder) and id(parameter) not in owners:
+            if parameter.requires_grad and not self._is_outside(holder) and id(parameter) not in parameter_owners:
                 alone = holder and not any(isinstance(m, LAYERS) for m in modules[holder].modules())
                 raise NodeGraphError(
                     holder or name,
                     f"the trained parameter {name} ({type(modules[holder]).__name__}) belongs to no node: nodes are "
                     "outputs of Linear and Conv layers, with the scale and shift of BatchNorm.",
-                    self._cure(holder) if alone else "Move it into a module of its own, and exclude that one.",
+                    self._suggest_exclude(holder)
+                    if alone
+                    else "Move it into a module of its own, and exclude that one.",
                 )
-        if not self._nodes:
+        if not self._node_layers:
             raise NodeGraphError(
                 type(self.model).__name__,
                 "it has no trained Linear or Conv layer outside its heads, so there are no nodes.",
                 "Check requires_grad, heads= and exclude=.",
             )
 
-    def _names_of_heads(self) -> tuple[str, ...]:
+    def _find_head_names(self) -> tuple[str, ...]:
         if self.heads is None:
             return ()
         if not callable(self.heads.place):
             return (self.heads.prefix,)
         if not self._tasks:
             raise ValueError("heads is a function of the task, so say for which: tasks=['name of the first task'].")
-        mine = {id(self.heads.of(task, self._tasks)) for task in self._tasks}
+        mine = {id(self.heads.get_head(task, self._tasks)) for task in self._tasks}
         return tuple(name for name, module in self.model.named_modules() if id(module) in mine)
 
-    def _find_ends(self) -> dict[str, nn.Module]:
+    def _find_end_layers(self) -> dict[str, nn.Module]:
         """Layers of heads and of excluded modules: they read nodes, and are none."""
-        return {n: m for n, m in self.model.named_modules() if isinstance(m, LAYERS) and self._apart(n)}
+        return {n: m for n, m in self.model.named_modules() if isinstance(m, LAYERS) and self._is_outside(n)}
 
-    def _apart(self, name: str) -> bool:
-        return _within(name, self._head_names) or _within(name, self.exclude)
+    def _is_outside(self, name: str) -> bool:
+        return _is_within(name, self._head_names) or _is_within(name, self.exclude)
 
-    def _cure(self, *names: str) -> str:
+    def _suggest_exclude(self, *names: str) -> str:
         return f"Leave it out of the nodes with exclude={[*self.exclude, *names]!r}, or change the network."
 
     def _check_layer(self, name: str, module: nn.Module) -> None:
@@ -224,7 +245,7 @@ class NodeGraph:
                 name,
                 f"{type(module).__name__} computes its output in a way of its own ({changed[0]}), so a weight of 0 "
                 "need not mean that nothing is read.",
-                self._cure(name),
+                self._suggest_exclude(name),
             )
         extra = [key for key in module._parameters if key not in ("weight", "bias")]
         if extra or "weight" not in module._parameters or parametrize.is_parametrized(module):
@@ -235,27 +256,28 @@ class NodeGraph:
                 f"Remove the parametrization, or leave the layer out with exclude={[*self.exclude, name]!r}.",
             )
 
-    def _probe(self, arguments: tuple[Any, ...]) -> Probe:
-        return Probe(
+    def _probe(self, task: str | None) -> NodeProbe:
+        return NodeProbe(
             self.model,
-            arguments,
-            nodes=self._nodes,
-            ends=self._ends,
-            norms=self._norms,
-            boxes={name: self.model.get_submodule(name) for name in self.exclude},
-            cure=self._cure,
+            partial(self._run_model, task),
+            self.example,
+            nodes=self._node_layers,
+            ends=self._end_layers,
+            norms=self._norm_layers,
+            excluded={name: self.model.get_submodule(name) for name in self.exclude},
+            suggest_exclude=self._suggest_exclude,
         )
 
     # Placing what was measured ---------------------------------------------------------------------------------------
 
-    def _place(self, flows: Mapping[Place, Flow], folds: Mapping[Place, int]) -> None:
+    def _place_nodes(self, flows: Mapping[Place, Flow], folds: Mapping[Place, int]) -> None:
         """Turn the measured flows into groups, readers, norms and sites."""
         start: dict[str, int] = {}
-        self.nodes = 0
-        for name, module in self._nodes.items():
-            start[name] = self.nodes
-            self.nodes += _size(module)
-        union = _Union(self.nodes)
+        self.node_count = 0
+        for name, module in self._node_layers.items():
+            start[name] = self.node_count
+            self.node_count += _count_nodes(module)
+        union = _Union(self.node_count)
         found: dict[Place, Tensor] = {}  # a node behind each element, numbered through all layers
         for place, flow in flows.items():
             self._refuse_mixing(place, flow)
@@ -269,33 +291,34 @@ class NodeGraph:
         group_of = torch.cat([union.groups(), torch.tensor([-1])])  # the last for -1, no node
         self.size = int(group_of.max()) + 1
         self.layers = {
-            name: NodeLayer(name, module, group_of[start[name] : start[name] + _size(module)].clone())
-            for name, module in self._nodes.items()
+            name: NodeLayer(name, module, group_of[start[name] : start[name] + _count_nodes(module)].clone())
+            for name, module in self._node_layers.items()
         }
         self.readers: dict[str, Reader] = {}
         self.norms: dict[str, NormLayer] = {}
-        self.fixed_norms = self._excluded_norms()  # of a frozen backbone or module
-        self.sites: tuple[Site, ...] = ()
+        self.frozen_norms = self._excluded_norms()  # of a frozen backbone or module
+        self.relu_sites: tuple[ReLUSite, ...] = ()
         for (kind, name), nodes in found.items():
             if kind == "reader":
-                module = self._nodes.get(name) or self._ends[name]
-                self.readers[name] = Reader(name, module, group_of[nodes], _within(name, self._head_names))
+                module = self._node_layers.get(name) or self._end_layers[name]
+                self.readers[name] = Reader(name, module, group_of[nodes], _is_within(name, self._head_names))
             elif kind == "site":
-                self.sites += (_site(int(name), group_of[nodes], folds.get((kind, name), 1)),)
-        for name, norm in self._norms.items():
+                self.relu_sites += (_make_site(int(name), group_of[nodes], folds.get((kind, name), 1)),)
+        for name, norm in self._norm_layers.items():
             self._place_norm(name, norm, found, group_of)
-        self.feeds = {name: _feeds(name, flows) for name in self._nodes}
-        self._normed = {layer for (kind, _), flow in flows.items() if kind == "norm" for layer in flow.nodes}
+        self.readers_of = {name: _count_columns(name, flows) for name in self._node_layers}
+        self._followed_by_norm = {layer for (kind, _), flow in flows.items() if kind == "norm" for layer in flow.nodes}
+        self._find_features(flows, found, group_of)
         self._check_activations()
         self._check_outputs(flows)
 
     def _join_depthwise(self, union: _Union, start: Mapping[str, int], found: Mapping[Place, Tensor]) -> None:
         """A depthwise filter belongs to the channel it reads."""
-        for name, module in self._nodes.items():
+        for name, module in self._node_layers.items():
             grouped = getattr(module, "groups", 1)
             reads = found.get(("reader", name))
             if grouped > 1 and grouped == module.in_channels and reads is not None:
-                own = torch.arange(_size(module)) + start[name]
+                own = torch.arange(_count_nodes(module)) + start[name]
                 union.join(own, reads.repeat_interleave(len(own) // grouped))
 
     def _refuse_mixing(self, place: Place, flow: Flow) -> None:
@@ -303,26 +326,26 @@ class NodeGraph:
         where = {"reader": f"an input column of {name}", "norm": f"a channel of {name}", "output": "an output"}
         for layer, mixed in flow.mixed.items():
             if mixed and kind != "excluded":
-                ours = kind in ("reader", "norm") and not _within(name, self._head_names)
+                ours = kind in ("reader", "norm") and not _is_within(name, self._head_names)
                 raise NodeGraphError(
                     layer,
                     f"{where.get(kind) or f'ReLU number {int(name) + 1}'} depends on several of its nodes at once (a "
                     "normalisation over channels, attention, a frozen layer or another mixing operation lies between), "
                     "so no column can be said to read one node.",
-                    self._cure(*dict.fromkeys([layer, name] if ours else [layer])),
+                    self._suggest_exclude(*dict.fromkeys([layer, name] if ours else [layer])),
                 )
 
     def _place_norm(self, name: str, norm: _BatchNorm, found: Mapping[Place, Tensor], group_of: Tensor) -> None:
         nodes = found.get(("norm", name))
         if nodes is None and norm.affine and not any(p.requires_grad for p in norm.parameters()):
-            self.fixed_norms[name] = norm
+            self.frozen_norms[name] = norm
             return
         if nodes is None or bool((nodes < 0).any()):
             raise NodeGraphError(
                 name,
                 "some of its channels are not nodes (they come from the input, or from a frozen or excluded layer), so "
                 "its statistics would change for old tasks.",
-                self._cure(name),
+                self._suggest_exclude(name),
             )
         if norm.momentum is None:
             raise NodeGraphError(
@@ -344,11 +367,11 @@ class NodeGraph:
         if self.excluded == "train":
             return {}
         modules = self.model.named_modules()
-        return {n: m for n, m in modules if isinstance(m, _BatchNorm) and _within(n, self.exclude)}
+        return {n: m for n, m in modules if isinstance(m, _BatchNorm) and _is_within(n, self.exclude)}
 
     def _check_activations(self) -> None:
         active = torch.zeros(self.size + 1, dtype=torch.bool)
-        for site in self.sites:
+        for site in self.relu_sites:
             active[site.groups] = True
         for layer in self.layers.values():
             if not bool(active[layer.groups].all()):
@@ -361,7 +384,8 @@ class NodeGraph:
 
     def _check_outputs(self, flows: Mapping[Place, Flow]) -> None:
         past = [layer for (kind, _), flow in flows.items() if kind == "output" for layer in flow.nodes]
-        if self.heads is not None and past:
+        headless = isinstance(self.model, MultiHead) and not self.model.heads
+        if self.heads is not None and past and not headless:
             raise NodeGraphError(
                 past[0],
                 "its nodes reach the model's output without passing a Linear or Conv layer of a head, so their "
@@ -371,18 +395,18 @@ class NodeGraph:
 
     # The proof -------------------------------------------------------------------------------------------------------
 
-    def prove(self, arguments: tuple[Any, ...]) -> None:
-        """Change random groups' outputs: exactly the claimed columns may change, with made-up and with real values."""
-        probe = self._probe(arguments)
+    def prove(self, task: str | None = None) -> None:
+        """Change random groups' outputs: exactly the claimed columns may change, with random and with real values."""
+        probe = self._probe(task or self._first_task())
         claims: dict[Place, Claim] = {("norm", name): Claim(1, norm.groups) for name, norm in self.norms.items()}
         for name, reader in self.readers.items():
-            if name in probe.two:
-                dims = probe.two[name].dim() + (len(probe.two[name]) != 2)
+            if name in probe.outputs:
+                dims = probe.outputs[name].dim() + (len(probe.outputs[name]) != 2)
                 claims["reader", name] = Claim(column_dim(reader.module, dims), reader.sources)
-        claims |= {("site", str(site.index)): Claim(site.dim, site.groups) for site in self.sites}
+        claims |= {("site", str(site.index)): Claim(site.dim, site.groups) for site in self.relu_sites}
         groups = {name: layer.groups for name, layer in self.layers.items()}
-        if failure := probe.prove(groups, self.size, claims):
-            (kind, name), column = failure
+        if contradiction := probe.find_contradiction(groups, self.size, claims):
+            (kind, name), column = contradiction
             place = f"ReLU number {int(name) + 1}" if kind == "site" else name
             raise NodeGraphError(
                 next(iter(self.layers)) if kind == "site" else name,
@@ -391,100 +415,127 @@ class NodeGraph:
                 "Make it deterministic in eval mode, or exclude=[…] the layers around.",
             )
 
-    def read_head(self, arguments: tuple[Any, ...], tasks: Sequence[str] = ()) -> None:
-        """Find which nodes the head that `arguments` lead to reads, and add it to the readers."""
+    # Heads -----------------------------------------------------------------------------------------------------------
+
+    def trace_head(self, task: str, tasks: Sequence[str]) -> None:
+        """Find which nodes the head of `task`, one of `tasks`, reads, and add it to the readers; once is enough."""
+        assert self.heads is not None
         self._tasks = list(tasks)
-        self._head_names = self._names_of_heads()
-        self._ends = self._find_ends()
-        if self._reads_as_another(arguments):
+        head = self.heads.get_head(task, tasks)
+        if self.has_head(head):
             return
-        sources = [n for n, feeds in self.feeds.items() if any(self.readers[r].head for r in feeds)]
-        probe = self._probe(arguments)
-        self._ran |= set(probe.two)
-        for (kind, name), flow in probe.measure(sources or list(self._nodes)).items():
-            if kind != "reader" or name not in self._ends:
+        self._head_names = self._find_head_names()
+        self._end_layers = self._find_end_layers()
+        if self._add_linear_head(head):
+            return
+        sources = [n for n, readers in self.readers_of.items() if any(self.readers[r].is_head for r in readers)]
+        probe = self._probe(task)
+        self._called |= set(probe.outputs)
+        for (kind, name), flow in probe.trace_nodes(sources or list(self._node_layers)).items():
+            if kind != "reader" or name not in self._end_layers:
                 continue
             self._refuse_mixing((kind, name), flow)
             for layer, nodes in flow.nodes.items():
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
-                known = self.readers.setdefault(
-                    name, Reader(name, self._ends[name], groups, not _within(name, self.exclude))
+                reader = self.readers.setdefault(
+                    name, Reader(name, self._end_layers[name], groups, not _is_within(name, self.exclude))
                 )
-                known.sources = torch.where(known.sources >= 0, known.sources, groups)
-                self.feeds[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
-        self.prove(arguments)
+                reader.sources = torch.where(reader.sources >= 0, reader.sources, groups)
+                self.readers_of[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
+        self.prove(task)
+        if not self.has_head(head):
+            raise ValueError(f"The forward pass for task {task!r} does not run its head: what does heads= say?")
 
-    def _reads_as_another(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether a head reads what a known one does, which is then noted: linear heads of a `MultiHead` all read the
-        same features, so that there is nothing to measure."""
-        if type(self.model) is not MultiHead:
+    def _add_linear_head(self, head: nn.Module) -> bool:
+        """Add a head that is one or several linear layers of a `MultiHead`: all of these read the trunk's features."""
+        parts = list(head.values()) if isinstance(head, nn.ModuleDict) else [head]
+        if self.features is None or type(self.model) is not MultiHead:
             return False
-        head = self.model.heads[arguments[1]]
-        names = {id(module): name for name, module in self._ends.items()}
-        for twin in self.model.heads.values():
-            alike = type(head) is type(twin) is nn.Linear and head.in_features == twin.in_features
-            if alike and not (head._forward_pre_hooks or head._forward_hooks) and self.knows(twin):
-                new, old = names[id(head)], names[id(twin)]
-                if old in self.readers:
-                    self.readers[new] = replace(self.readers[old], name=new, module=head)
-                for feeds in self.feeds.values():
-                    if old in feeds:
-                        feeds[new] = feeds[old]
-                self._ran.add(new)
-                return True
-        return False
+        for part in parts:
+            if isinstance(part, nn.LazyLinear) and part.has_uninitialized_params():
+                part(torch.zeros(1, len(self.features), dtype=part.weight.dtype, device=part.weight.device))
+        if not all(_is_plain_linear(part) and part.in_features == len(self.features) for part in parts):
+            return False
+        names = {id(module): name for name, module in self._end_layers.items()}
+        for part in parts:
+            name = names[id(part)]
+            self.readers[name] = Reader(name, part, self.features, is_head=True)
+            for layer, count in self._feature_columns.items():
+                self.readers_of[layer][name] = count
+            self._called.add(name)
+        return True
 
-    def knows(self, head: nn.Module) -> bool:
-        """Whether `head` has run while the graph looked on."""
-        mine = {id(module) for module in head.modules()}
-        return any(id(self._ends[name]) in mine for name in self._ran if name in self._ends)
+    def _find_features(self, flows: Mapping[Place, Flow], found: Mapping[Place, Tensor], group_of: Tensor) -> None:
+        """Note which group is behind each of the trunk's features, from its output or from a linear head's input."""
+        self._feature_columns: dict[str, int] = {}
+        if type(self.model) is not MultiHead:
+            return
+        outputs = [place for place in flows if place[0] == "output"]
+        if not self.model.heads:
+            place = outputs[0] if len(outputs) == 1 else None
+        else:
+            linear = [name for name in self._called if _is_plain_linear(self._end_layers.get(name))]
+            place = ("reader", linear[0]) if len(linear) == 1 and _is_within(linear[0], self._head_names) else None
+        if place is None or place not in found:
+            return
+        self.features = group_of[found[place].flatten()]
+        self.model.features = len(self.features)
+        for layer, nodes in flows[place].nodes.items():
+            self._feature_columns[layer] = int(torch.bincount(nodes[nodes >= 0]).max())
 
-    def unprotected(self) -> list[str]:
+    def has_head(self, head: nn.Module) -> bool:
+        """Whether it is known which nodes `head` reads."""
+        own = {id(module) for module in head.modules()}
+        return any(id(self._end_layers[name]) in own for name in self._called if name in self._end_layers)
+
+    def find_unfrozen(self) -> list[str]:
         """Trained parameters of no node, norm, head or excluded module: unfrozen since the graph was built."""
-        known = {id(p) for _, p, _ in self.parameters()}
+        known = {id(p) for _, p, _ in self.incoming_parameters()}
         return [
             name
             for name, p in self.model.named_parameters()
             if p.requires_grad
             and id(p) not in known
-            and not self._apart(holder := name.rpartition(".")[0])
-            and holder not in self._later
+            and not self._is_outside(holder := name.rpartition(".")[0])
+            and holder not in self._later_heads
         ]
 
     # For a person ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        groups = f" in {self.size} groups" if self.size != self.nodes else ""
-        lines = [f"{type(self.model).__name__}: {self.nodes} nodes{groups} in {len(self.layers)} layers"]
+        groups = f" in {self.size} groups" if self.size != self.node_count else ""
+        lines = [f"{type(self.model).__name__}: {self.node_count} nodes{groups} in {len(self.layers)} layers"]
         width = max(len(name) for name in self.layers)
         sets = {name: set(layer.groups.tolist()) for name, layer in self.layers.items()}
         for name, layer in self.layers.items():
             readers = [
                 reader + (f" ({count} columns each)" if count > 1 else "")
-                for reader, count in self.feeds[name].items()
-                if not self.readers[reader].head
+                for reader, count in self.readers_of[name].items()
+                if not self.readers[reader].is_head
             ]
-            if any(self.readers[reader].head for reader in self.feeds[name]):
+            if any(self.readers[reader].is_head for reader in self.readers_of[name]):
                 readers.append("heads")
             partners = [other for other in sets if other != name and sets[name] & sets[other]]
             line = f"  {name:<{width}} {layer.size:>5} nodes  {type(layer.module).__name__}"
-            line += f"{', BatchNorm' if name in self._normed else ''} → ReLU → {_some(readers) or 'output'}"
-            line += f"; one group with {_some(partners)}" if partners else ""
+            line += (
+                f"{', BatchNorm' if name in self._followed_by_norm else ''} → ReLU → {_shorten(readers) or 'output'}"
+            )
+            line += f"; one group with {_shorten(partners)}" if partners else ""
             lines.append(line if len(line) <= 100 else line[:99] + "…")
         fate = "kept as it is" if self.excluded == "freeze" else "trained by every task"
         lines += [f"  {name}: excluded, {fate}; what later layers read of it is not protected" for name in self.exclude]
-        if self.fixed_norms:
-            lines.append(f"  frozen BatchNorm keeps its statistics: {_some(list(self.fixed_norms))}")
+        if self.frozen_norms:
+            lines.append(f"  frozen BatchNorm keeps its statistics: {_shorten(list(self.frozen_norms))}")
         return "\n".join(lines)
 
     # For methods -----------------------------------------------------------------------------------------------------
 
     @property
-    def owners(self) -> list[NodeLayer]:
+    def incoming_modules(self) -> list[NodeLayer]:
         """Layers and norms: all that holds rows of a node's incoming group."""
         return [*self.layers.values(), *self.norms.values()]
 
-    def in_first_layer(self) -> Iterator[Tensor]:
+    def groups_by_layer(self) -> Iterator[Tensor]:
         """Of each layer, the groups (groups,) that no layer before it has: a group counts there."""
         seen = torch.zeros(self.size, dtype=torch.bool)
         for layer in self.layers.values():
@@ -493,145 +544,35 @@ class NodeGraph:
             yield here & ~seen
             seen |= here
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    def incoming_parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Every parameter of a node's incoming group: its name, itself, and the group of each of its rows."""
-        for owner in self.owners:
+        for owner in self.incoming_modules:
             for key, parameter in owner.module.named_parameters(recurse=False):
                 yield f"{owner.name}.{key}", parameter, owner.groups
 
 
-class Rows:
-    """All rows of some groups' incoming weights, wherever they lie, as the proximal operators take them.
-
-    `groups` are their numbers, `members` (groups, m) their rows counted through all tensors laid end to end.
-    """
-
-    def __init__(self, graph: NodeGraph, chosen: Tensor) -> None:
-        chosen = chosen.cpu()
-        self.groups = chosen.nonzero().flatten()
-        place = torch.full((graph.size,), -1).masked_scatter_(chosen, torch.arange(len(self.groups)))
-        self.names: list[str] = []
-        self.parameters: list[nn.Parameter] = []
-        self.index: list[Tensor] = []
-        owners = []
-        for name, parameter, groups in graph.parameters():
-            mine = chosen[groups].nonzero().flatten()
-            if len(mine):
-                self.names.append(name)
-                self.parameters.append(parameter)
-                self.index.append(mine.to(parameter.device))
-                owners.append(place[groups[mine]])
-        owner = torch.cat(owners) if owners else torch.empty(0, dtype=torch.int64)
-        order = owner.argsort(stable=True)
-        counts = torch.bincount(owner, minlength=len(self.groups))
-        rank = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner[order]]
-        members = torch.full((len(self.groups), int(counts.max()) if len(counts) else 0), len(owner))
-        members[owner[order], rank] = order
-        device = self.parameters[0].device if self.parameters else None
-        self.members, self.groups = members.to(device), self.groups.to(device)
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def laid(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of the same groups that were taken by a `Rows`, as `put` wants them."""
-        return list(rows)
-
-    def take(self) -> list[Tensor]:
-        """Copies of the rows, one tensor per parameter."""
-        return [p.detach().index_select(0, index) for p, index in zip(self.parameters, self.index, strict=True)]
-
-    @torch.no_grad()
-    def put(self, rows: Sequence[Tensor]) -> None:
-        """Write rows back, but for what the user has frozen."""
-        for parameter, index, new in zip(self.parameters, self.index, rows, strict=True):
-            if parameter.requires_grad:
-                parameter.index_copy_(0, index, new)
+def _first_sample(argument: Any) -> Any:
+    return argument.detach()[:1] if isinstance(argument, Tensor) and argument.dim() else argument
 
 
-class LaidRows(Rows):
-    """The same rows with all their numbers laid end to end, as one tensor: fewer kernels for a GPU to launch.
-
-    `take` gives that tensor alone, (numbers,), and `members` (groups, m) counts numbers, not rows.
-    """
-
-    MOST = 2**23
-    """Numbers of members, which take eight bytes each."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.groups, self.names, self.parameters, self.index = rows.groups, rows.names, rows.parameters, rows.index
-        self._sizes = [parameter.numel() for parameter in self.parameters]
-        self._last = [_channels_last(parameter) for parameter in self.parameters]  # whatever they may become
-        places, widths, offset = [], [], 0
-        for parameter, index in zip(self.parameters, self.index, strict=True):
-            width = parameter[0].numel()
-            widths.append(torch.full((len(index),), width))
-            places.append(((offset + index * width)[:, None] + torch.arange(width, device=index.device)).flatten())
-            offset += parameter.numel()
-        self._places = torch.cat(places)
-        wide = torch.cat([*widths, torch.zeros(1, dtype=torch.long)])  # of each row; 0 where a group has no more
-        first = wide.cumsum(0) - wide
-        blocks = []
-        for row in rows.members.unbind(1):
-            of_row, start = (part.to(row.device)[row][:, None] for part in (wide, first))
-            along = torch.arange(int(of_row.max()), device=row.device)
-            blocks.append(torch.where(along < of_row, start + along, len(self._places)))
-        self.members = torch.cat(blocks, 1)
-
-    @classmethod
-    def fits(cls, rows: Rows) -> bool:
-        """Whether there are some and not too many, of one kind, each without gaps in memory."""
-        parameters = rows.parameters
-        widest = sum(parameter[0].numel() for parameter in parameters)
-        alike = len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
-        dense = all(parameter.is_contiguous() or _channels_last(parameter) for parameter in parameters)
-        return alike and dense and len(rows) * widest <= cls.MOST
-
-    def laid(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        return [self._end_to_end(rows)] if rows else []
-
-    def take(self) -> list[Tensor]:
-        return [self._end_to_end(self.parameters)[self._places]]
-
-    @torch.no_grad()
-    def put(self, rows: Sequence[Tensor]) -> None:
-        whole = self._end_to_end(self.parameters)
-        whole[self._places] = rows[0]
-        news = whole.split(self._sizes)
-        moved = [parameter.requires_grad for parameter in self.parameters]
-        mine = list(itertools.compress(self._in_order(self.parameters), moved))
-        if mine:
-            theirs = itertools.compress(news, moved)
-            torch._foreach_copy_(mine, [new.view(one.shape) for new, one in zip(theirs, mine, strict=True)])
-
-    def _end_to_end(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A copy of whole parameters, or of rows of each."""
-        return torch.cat([tensor.reshape(-1) for tensor in self._in_order(tensors)])
-
-    def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views of them with dimensions in the order in which the parameters lay in memory."""
-        pairs = zip(tensors, self._last, strict=True)
-        return [tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach() for tensor, last in pairs]
+def _is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a module computes what `nn.Linear` does, and nothing else."""
+    return type(module) is nn.Linear and not (module._forward_pre_hooks or module._forward_hooks)
 
 
-def _channels_last(tensor: Tensor) -> bool:
-    dense = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return dense and not tensor.is_contiguous()
-
-
-def _size(module: nn.Module) -> int:
+def _count_nodes(module: nn.Module) -> int:
     return len(module.get_parameter("weight"))
 
 
-def _within(name: str, places: Iterable[str]) -> bool:
+def _is_within(name: str, places: Iterable[str]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return names[0] + (f" +{len(names) - 1}" if len(names) > 1 else "") if names else ""
 
 
-def _feeds(layer: str, flows: Mapping[Place, Flow]) -> dict[str, int]:
+def _count_columns(layer: str, flows: Mapping[Place, Flow]) -> dict[str, int]:
     """For each reader of `layer`, in forward order, how many columns it reads of each node."""
     found = {}
     for (kind, name), flow in flows.items():
@@ -641,14 +582,14 @@ def _feeds(layer: str, flows: Mapping[Place, Flow]) -> dict[str, int]:
     return found
 
 
-def _site(index: int, groups: Tensor, folded: int) -> Site:
+def _make_site(index: int, groups: Tensor, folded: int) -> ReLUSite:
     """A site whose groups vary along one dimension only (channels) is kept as that vector, else flattened."""
     for dim in range(groups.dim()):
         lines = groups.movedim(dim, 0).reshape(groups.shape[dim], -1)
         vector = lines.amax(1)
         if bool(((lines == vector[:, None]) | (lines < 0)).all()):
-            return Site(index, dim + 1, vector, folded)
-    return Site(index, None, groups.flatten(), folded)
+            return ReLUSite(index, dim + 1, vector, folded)
+    return ReLUSite(index, None, groups.flatten(), folded)
 
 
 class _Union:

@@ -1,44 +1,40 @@
 """Finding out by experiment which nodes reach which places of a model.
 
-A probe runs the model with made-up outputs for its node layers, changes some nodes' values, and compares, bit for bit,
-what arrives at the inputs of layers, at BatchNorms, at ReLUs and at the output. No layer's real output takes part, so
-a change never travels past the layers that read it.
+A probe runs the model with random numbers for the outputs of its node layers, changes some nodes' values, and compares,
+bit for bit, what arrives at the inputs of layers, at BatchNorms, at ReLUs and at the output. No layer's real output
+takes part, so a change never travels past the layers that read it.
 """
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["LAYERS", "Claim", "Flow", "NodeGraphError", "Place", "Probe", "column_dim", "relu_watch", "undisturbed"]
+from agscl.graph.forward import WatchReLUs, preserve_model_state
+
+__all__ = ["LAYERS", "Claim", "Flow", "NodeGraphError", "NodeProbe", "Place", "column_dim"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_RELUS = {F.relu, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-_CLAMPS = {torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}
-_CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
-_ROWS = 64  # samples of one pass at the most
-_ELEMENTS = 2**26  # activations held by one pass at the most
+MAX_ROWS = 64  # samples of one pass at the most
+MAX_ACTIVATIONS = 2**26  # activations held by one pass at the most
 
 Place = tuple[str, str]  # kind ("reader", "norm", "site", "excluded", "output") and name, or call number
 
 
 class NodeGraphError(ValueError):
-    """A layer that cannot be placed. `layer` is its name; the message says why and what to do."""
+    """A layer that cannot be part of the graph. `layer` is its name; the message says why and what to do."""
 
-    def __init__(self, layer: str, why: str, cure: str) -> None:
+    def __init__(self, layer: str, reason: str, advice: str) -> None:
         self.layer = layer
-        super().__init__(f"{layer}: {why} {cure}")
+        super().__init__(f"{layer}: {reason} {advice}")
 
 
 @dataclass
@@ -60,62 +56,12 @@ class Claim:
     groups: Tensor
 
 
-@contextmanager
-def undisturbed(model: nn.Module, *, train: bool = False) -> Iterator[None]:
-    """Run `model` in eval (or train) mode without leaving a trace: modes, buffers and random states come back."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    model.train(train)
-    try:
-        with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        random.setstate(python)
-        np.random.set_state(numbers)  # noqa: NPY002
-
-
-class relu_watch(TorchFunctionMode):
-    """Calls `seen(input, output)` at every ReLU, be it a module or a function, in call order."""
-
-    def __init__(self, seen: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not _is_relu(func, args, kwargs):
-            return func(*args, **kwargs)
-        given = (args[0] if args else kwargs["input"]).clone()  # a ReLU in place overwrites it
-        result = func(*args, **kwargs)
-        self.seen(given, result)
-        return result
-
-
-def _is_relu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if func in _RELUS:
-        return True
-    if func not in _CLAMPS:
-        return False
-    low = kwargs.get("min", args[1] if len(args) > 1 else None)
-    high = kwargs.get("max", args[2] if len(args) > 2 else None)
-    return isinstance(low, int | float) and low == 0 and high is None
-
-
-class _weight_watch(TorchFunctionMode):
+class _WatchWeights(TorchFunctionMode):
     """Refuses a node's weight that is used outside its layer."""
 
-    def __init__(self, owners: Mapping[int, str], running: list[str], cure: Callable[..., str]) -> None:
+    def __init__(self, owners: Mapping[int, str], running: list[str], suggest_exclude: Callable[..., str]) -> None:
         super().__init__()
-        self.owners, self.running, self.cure = owners, running, cure
+        self.owners, self.running, self.suggest_exclude = owners, running, suggest_exclude
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -128,44 +74,48 @@ class _weight_watch(TorchFunctionMode):
                     owner,
                     f"its weight is also used outside the layer (by {getattr(func, '__name__', func)}): such tied "
                     "weights cannot be frozen in one place and free in the other.",
-                    self.cure(owner),
+                    self.suggest_exclude(owner),
                 )
         return result
 
 
-class Probe:
-    """Runs `model(*arguments)`, on copies of the first sample, with the outputs of some layers made up.
+class NodeProbe:
+    """Runs `forward(*arguments)`, on copies of the first sample, with the outputs of some layers replaced.
 
     `nodes` are the layers whose outputs are nodes; `ends` other layers that may read nodes (heads, excluded layers);
-    `norms` BatchNorms, which let everything through unchanged while probed; `boxes` excluded modules, whose output is
-    made up too.
+    `norms` BatchNorms, which pass their input on unchanged while probed; `excluded` modules, whose output is replaced
+    too.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        forward: Callable[..., Any],
         arguments: tuple[Any, ...],
         *,
         nodes: dict[str, nn.Module],
         ends: Mapping[str, nn.Module],
         norms: Mapping[str, nn.Module],
-        boxes: Mapping[str, nn.Module],
-        cure: Callable[..., str],
+        excluded: Mapping[str, nn.Module],
+        suggest_exclude: Callable[..., str],
     ) -> None:
-        self.model, self.nodes, self.norms, self.boxes, self.cure = model, nodes, norms, boxes, cure
-        self.lenient = {name for name in ends if any(name == box or name.startswith(f"{box}.") for box in boxes)}
-        self.one = tree_map(lambda a: a.detach()[:1] if isinstance(a, Tensor) and a.dim() else a, arguments)
-        self.pinned = {**nodes, **ends}
-        self.folds: dict[Place, int] = {}
-        with undisturbed(model):
-            self.unreached = self._try()
+        self.model, self.forward, self.nodes, self.norms = model, forward, nodes, norms
+        self.excluded, self.suggest_exclude = excluded, suggest_exclude
+        self.inside_excluded = {
+            name for name in ends if any(name == box or name.startswith(f"{box}.") for box in excluded)
+        }
+        self.sample = tree_map(lambda a: a.detach()[:1] if isinstance(a, Tensor) and a.dim() else a, arguments)
+        self.replaced = {**nodes, **ends}
+        self.batch_folds: dict[Place, int] = {}
+        with preserve_model_state(model):
+            self.never_called = self._run_unchanged()
 
-    # Three experiments ---------------------------------------------------------------------------------------------
+    # Three experiments -----------------------------------------------------------------------------------------------
 
-    def _try(self) -> list[str]:
-        """Run the model as it is and note the shapes of outputs. Returns the node layers that never ran."""
-        self.two: dict[str, Tensor] = {}  # each layer's output for two samples, in forward order
-        watched = {**self.pinned, **self.norms}
+    def _run_unchanged(self) -> list[str]:
+        """Run the model unchanged and record the shapes of outputs. Returns the node layers that never ran."""
+        self.outputs: dict[str, Tensor] = {}  # each layer's output for two samples, in forward order
+        watched = {**self.replaced, **self.norms}
         calls = dict.fromkeys(watched, 0)
         running: list[str] = []
 
@@ -176,8 +126,8 @@ class Probe:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
                 running.remove(name)
                 calls[name] += 1
-                if name in self.pinned:
-                    self.two[name] = output
+                if name in self.replaced:
+                    self.outputs[name] = output
 
             return hook
 
@@ -186,21 +136,21 @@ class Probe:
             for name, module in watched.items():
                 stack.enter_context(module.register_forward_pre_hook(enter(name)))
                 stack.enter_context(module.register_forward_hook(leave(name)))
-            stack.enter_context(_weight_watch(owners, running, self.cure))
+            stack.enter_context(_WatchWeights(owners, running, self.suggest_exclude))
             self._forward(2)
-        self.often = {name for name, count in calls.items() if count > 1}
+        self.called_repeatedly = {name for name, count in calls.items() if count > 1}
         for name in watched:
-            if name in self.often and name not in self.lenient:
+            if name in self.called_repeatedly and name not in self.inside_excluded:
                 raise NodeGraphError(
                     name,
                     f"the forward pass calls it {calls[name]} times, so its weights are shared (tied) between places.",
-                    self.cure(name),
+                    self.suggest_exclude(name),
                 )
-        elements = sum(output.numel() for output in self.two.values())
-        self.rows = max(4, min(_ROWS, _ELEMENTS // max(1, elements)))
+        elements = sum(output.numel() for output in self.outputs.values())
+        self.rows = max(4, min(MAX_ROWS, MAX_ACTIVATIONS // max(1, elements)))
         return [name for name in self.nodes if calls[name] == 0]
 
-    def measure(self, sources: Sequence[str], scales: Sequence[float] = (1.0,)) -> dict[Place, Flow]:
+    def trace_nodes(self, sources: Sequence[str], scales: Sequence[float] = (1.0,)) -> dict[Place, Flow]:
         """Which node of each source layer is behind each element of every place.
 
         Nodes are told apart by the binary digits of their number: for each digit, the nodes where it is 1 change in
@@ -208,19 +158,19 @@ class Probe:
         two rows, and these spell its number.
         """
         codes: dict[tuple[Place, str], tuple[Tensor, Tensor]] = {}
-        digits = {name: max(1, (_size(self.nodes[name]) - 1).bit_length()) for name in sources}
+        digits = {name: max(1, (_count_nodes(self.nodes[name]) - 1).bit_length()) for name in sources}
         changes = [(name, k, bit) for name in sources for k in range(digits[name]) for bit in (1, 0)]
-        with undisturbed(self.model):
-            for sign in (sign * scale for scale in scales for sign in (1.0, -1.0)):
-                base = self._run(self.rows, sign)
+        with preserve_model_state(self.model):
+            for scale in (sign * scale for scale in scales for sign in (1.0, -1.0)):
+                base = self._run_replaced(self.rows, scale)
                 for at in range(0, len(changes), self.rows):
                     chunk = changes[at : at + self.rows]
                     masks: dict[str, Tensor] = {}
                     for row, (name, k, bit) in enumerate(chunk):
-                        nodes = torch.arange(_size(self.nodes[name]))
+                        nodes = torch.arange(_count_nodes(self.nodes[name]))
                         mask = masks.setdefault(name, torch.zeros(self.rows, len(nodes), dtype=torch.bool))
                         mask[row] = (nodes >> k) & 1 == bit
-                    for place, changed in _changes(base, self._run(self.rows, sign, masks)).items():
+                    for place, changed in _find_changes(base, self._run_replaced(self.rows, scale, masks)).items():
                         for row in changed.flatten(1).any(1).nonzero().flatten().tolist():
                             name, k, bit = chunk[row]
                             if (place, name) not in codes:
@@ -240,35 +190,39 @@ class Probe:
             flows[place].nodes[layer], flows[place].mixed[layer] = nodes, mixed
         return flows
 
-    def prove(self, groups: Mapping[str, Tensor], size: int, claims: Mapping[Place, Claim]) -> tuple[Place, int] | None:
+    def find_contradiction(
+        self, groups: Mapping[str, Tensor], size: int, claims: Mapping[Place, Claim]
+    ) -> tuple[Place, int] | None:
         """Change random groups' outputs and see whether exactly the claimed columns change.
 
-        `groups[layer]` is the group of each node. With made-up values, small and large, just the claimed columns must
+        `groups[layer]` is the group of each node. With random values, small and large, just the claimed columns must
         change; with real ones no other may. A place without a claim must not change at all. Returns the first place and
         column where this fails.
         """
-        with undisturbed(self.model):
+        with preserve_model_state(self.model):
             rows = min(32, self.rows)
             share = torch.linspace(0.02, 0.7, rows)[:, None]
             chosen = torch.rand(rows, size, generator=torch.Generator().manual_seed(0)) < share
             masks = {name: chosen[:, mine] for name, mine in groups.items()}
-            made: dict[Place, Tensor] = {}
-            for sign in (1.0, -1.0, 1e3, -1e3):
-                for place, changed in _changes(self._run(rows, sign), self._run(rows, sign, masks)).items():
-                    made[place] = changed | made[place] if place in made else changed
-            base = self._run(rows, None)
-            real = _changes(base, self._run(rows, None, masks, base))
+            values: dict[Place, Tensor] = {}
+            for scale in (1.0, -1.0, 1e3, -1e3):
+                for place, changed in _find_changes(
+                    self._run_replaced(rows, scale), self._run_replaced(rows, scale, masks)
+                ).items():
+                    values[place] = changed | values[place] if place in values else changed
+            base = self._run_replaced(rows, None)
+            real = _find_changes(base, self._run_replaced(rows, None, masks, base))
         chosen = torch.cat([chosen, torch.zeros(rows, 1, dtype=torch.bool)], 1)  # what reads no node never changes
-        for place in made:
+        for place in values:
             claim = claims.get(place)
             if place[0] in ("excluded", "output"):
                 continue
             if claim is None:
-                if bool(made[place].any()) or bool(real[place].any()):
+                if bool(values[place].any()) or bool(real[place].any()):
                     return place, 0
                 continue
             claimed = chosen[:, claim.groups]
-            for changed, exactly in ((made[place], True), (real[place], False)):
+            for changed, exactly in ((values[place], True), (real[place], False)):
                 lines = changed.flatten(1)[:, :, None] if claim.dim is None else changed.movedim(claim.dim, 1)
                 columns = lines.reshape(rows, len(claim.groups), -1).any(2)
                 wrong = columns != claimed if exactly else columns & ~claimed
@@ -282,18 +236,18 @@ class Probe:
         def repeat(a: Any) -> Any:
             return a.expand(rows, *a.shape[1:]).contiguous() if isinstance(a, Tensor) and a.dim() else a
 
-        return self.model(*tree_map(repeat, self.one))
+        return self.forward(*tree_map(repeat, self.sample))
 
-    def _run(
+    def _run_replaced(
         self,
         rows: int,
-        sign: float | None,
+        scale: float | None,
         masks: Mapping[str, Tensor] | None = None,
         base: Mapping[Place, Tensor] | None = None,
     ) -> dict[Place, Tensor]:
         """Run `rows` samples; returns what stood at every place.
 
-        With a sign, node outputs are made up: small numbers of that sign, larger where `masks` says so. Without one
+        With a scale, node outputs are random: small numbers of that scale, larger where `masks` says so. Without one
         they are real, those of `base` where given, and moved where `masks` says so.
         """
         places: dict[Place, Tensor] = {}
@@ -302,9 +256,11 @@ class Probe:
 
         def record(kind: str, name: str, tensor: Tensor) -> None:
             if len(tensor) % rows:
-                raise NodeGraphError(name, "its input does not have the batch as its first dimension.", self.cure(name))
+                raise NodeGraphError(
+                    name, "its input does not have the batch as its first dimension.", self.suggest_exclude(name)
+                )
             places[kind, name] = (tensor if len(tensor) == rows else tensor.unflatten(0, (rows, -1))).detach().clone()
-            self.folds[kind, name] = len(tensor) // rows
+            self.batch_folds[kind, name] = len(tensor) // rows
 
         def watch_input(kind: str, name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -314,78 +270,86 @@ class Probe:
 
             return hook
 
-        def pin(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-            def pinned(input: Tensor) -> Tensor:
+        def replace(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def replaced(input: Tensor) -> Tensor:
                 calls[name] = calls.get(name, 0) + 1  # an excluded layer may run several times
-                place = "pinned", f"{name} {calls[name]}"
-                if sign is None and base is None:
+                place = "replaced", f"{name} {calls[name]}"
+                if scale is None and base is None:
                     places[place] = forward(input)
                     return places[place].clone()
-                return self._output(name, rows, sign, masks, None if base is None else base[place])
+                return self._replace_output(name, rows, scale, masks, None if base is None else base[place])
 
-            return pinned
+            return replaced
 
-        def pin_box(module: nn.Module, args: Any, output: Any) -> Any:
+        def randomise_output(module: nn.Module, args: Any, output: Any) -> Any:
             draw = torch.Generator().manual_seed(0)
-            return tree_map(lambda o: _made_up(o[:2], len(o), 1.0, draw) if isinstance(o, Tensor) else o, output)
+            return tree_map(lambda o: _random_output(o[:2], len(o), 1.0, draw) if isinstance(o, Tensor) else o, output)
 
-        def let_through(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            return (args[0] if args else kwargs["input"]).clone() if sign is not None else output
+        def pass_through(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            return (args[0] if args else kwargs["input"]).clone() if scale is not None else output
 
-        def seen(given: Tensor, result: Tensor) -> None:
+        def record_relu(given: Tensor, result: Tensor) -> None:
             nonlocal sites
             if given.dim() and len(given) % rows == 0:
                 record("site", str(sites), given)
             sites += 1
 
-        torch.manual_seed(0)  # draws of the model itself are the same in every pass
+        self._seed_draws()
         cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
         with ExitStack() as stack, cudnn:
             for name, norm in self.norms.items():
                 stack.enter_context(norm.register_forward_pre_hook(watch_input("norm", name), with_kwargs=True))
-                stack.enter_context(norm.register_forward_hook(let_through, with_kwargs=True))
-            for name, box in self.boxes.items():
-                stack.enter_context(box.register_forward_pre_hook(watch_input("excluded", name), with_kwargs=True))
-                if name not in self.pinned:
-                    stack.enter_context(box.register_forward_hook(pin_box))
-            for name, layer in self.pinned.items():
-                if name not in self.often:  # an excluded layer that runs in several places reads no column for sure
+                stack.enter_context(norm.register_forward_hook(pass_through, with_kwargs=True))
+            for name, module in self.excluded.items():
+                stack.enter_context(module.register_forward_pre_hook(watch_input("excluded", name), with_kwargs=True))
+                if name not in self.replaced:
+                    stack.enter_context(module.register_forward_hook(randomise_output))
+            for name, layer in self.replaced.items():
+                if (
+                    name not in self.called_repeatedly
+                ):  # an excluded layer that runs in several places reads no column for sure
                     stack.enter_context(layer.register_forward_pre_hook(watch_input("reader", name), with_kwargs=True))
-                stack.enter_context(_instead(layer, pin(name, layer.forward)))
-            stack.enter_context(relu_watch(seen))
+                stack.enter_context(_replace_forward(layer, replace(name, layer.forward)))
+            stack.enter_context(WatchReLUs(record_relu))
             output = self._forward(rows)
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) % rows == 0:
                 record("output", str(number), leaf)
         return places
 
-    def _output(
+    def _replace_output(
         self,
         name: str,
         rows: int,
-        sign: float | None,
+        scale: float | None,
         masks: Mapping[str, Tensor] | None,
         real: Tensor | None,
     ) -> Tensor:
-        """What a pinned layer gives out in this pass."""
+        """What a replaced layer returns in this pass."""
         if real is not None:
-            made = real.clone()
-            other = made + made.abs().amax() + 1
+            values = real.clone()
+            other = values + values.abs().amax() + 1
         else:
-            assert sign is not None
+            assert scale is not None
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            made = _made_up(self.two[name], rows, sign, draw)
-            other = _made_up(self.two[name], rows, 3 * sign, draw)
+            values = _random_output(self.outputs[name], rows, scale, draw)
+            other = _random_output(self.outputs[name], rows, 3 * scale, draw)
         if masks is None or name not in masks:
-            return made
-        mask = masks[name].to(made.device).repeat_interleave(len(made) // rows, 0)
-        shape = [len(made)] + [1] * (made.dim() - 1)
-        shape[column_dim(self.pinned[name], made.dim())] = -1
-        return torch.where(mask.view(shape), other, made)
+            return values
+        mask = masks[name].to(values.device).repeat_interleave(len(values) // rows, 0)
+        shape = [len(values)] + [1] * (values.dim() - 1)
+        shape[column_dim(self.replaced[name], values.dim())] = -1
+        return torch.where(mask.view(shape), other, values)
+
+    def _seed_draws(self) -> None:
+        """Let what the model itself draws be the same in every pass. Not torch.manual_seed: it seeds every GPU."""
+        torch.default_generator.manual_seed(0)
+        for index in {p.device.index for p in self.model.parameters() if p.device.type == "cuda"}:
+            torch.cuda.default_generators[index].manual_seed(0)
 
     def _column_dim(self, place: Place, dims: int) -> int:
         """Which dimension of a sample holds the columns of a reader or the channels of a norm."""
-        return column_dim(self.pinned[place[1]], dims) if place[0] == "reader" else 0
+        return column_dim(self.replaced[place[1]], dims) if place[0] == "reader" else 0
 
 
 def column_dim(module: nn.Module, dims: int) -> int:
@@ -394,12 +358,12 @@ def column_dim(module: nn.Module, dims: int) -> int:
     return dims - 1 - next(count for kind, count in positions.items() if isinstance(module, kind))
 
 
-def _size(module: nn.Module) -> int:
+def _count_nodes(module: nn.Module) -> int:
     return len(module.weight)  # type: ignore[arg-type]
 
 
 @contextmanager
-def _instead(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let `module` run `forward` instead of its own."""
     own = module.__dict__.get("forward")
     module.forward = forward
@@ -411,27 +375,27 @@ def _instead(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator
             module.forward = own
 
 
-def _made_up(two: Tensor, rows: int, scale: float, draw: torch.Generator) -> Tensor:
-    """Random numbers of 0.1 to 0.2 times `scale`, the same for every sample, laid out as `two` (two samples)."""
+def _random_output(two: Tensor, rows: int, scale: float, draw: torch.Generator) -> Tensor:
+    """Random numbers from 0.1 to 0.2 times `scale`, the same for every sample, laid out as `two` (two samples)."""
     sample = (torch.rand(len(two) // 2, *two.shape[1:], generator=draw) * 0.1 + 0.1) * scale
-    made = sample.repeat(rows, *[1] * (two.dim() - 1)).to(two)
+    values = sample.repeat(rows, *[1] * (two.dim() - 1)).to(two)
     for layout, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if two.dim() == dims and two.is_contiguous(memory_format=layout) and not two.is_contiguous():
-            return made.contiguous(memory_format=layout)
-    return made
+            return values.contiguous(memory_format=layout)
+    return values
 
 
-def _changes(base: Mapping[Place, Tensor], seen: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+def _find_changes(base: Mapping[Place, Tensor], record_relu: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
     """Where two passes differ, bit for bit, (rows, …) at every place."""
     changed = {}
     for place, tensor in base.items():
-        if place[0] == "pinned":
+        if place[0] == "replaced":
             continue
-        if place not in seen or seen[place].shape != tensor.shape:
+        if place not in record_relu or record_relu[place].shape != tensor.shape:
             raise NodeGraphError(
                 place[1],
                 "the forward pass took another way when a node's value changed, so who reads whom is not settled.",
                 "Let the way through the network not depend on its values.",
             )
-        changed[place] = (seen[place] != tensor).cpu()
+        changed[place] = (record_relu[place] != tensor).cpu()
     return changed

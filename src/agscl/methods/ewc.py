@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from agscl.methods._parts.importance import count_samples, mean_gradients
+from agscl.methods._parts.importance import count_samples, measure_gradients
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import WeightConfig, WeightMethod
+from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
 
 __all__ = ["EWC", "EWCConfig"]
 
@@ -47,16 +46,22 @@ class EWCConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("lam", 0)
-        self._one_of("fisher", "estimated", "exact", "sampled", "empirical", "batched")
-        self._one_of("accumulation", "separate", "merged", "online")
-        self._check(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, not {self.gamma}")
-        self._check(isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}")
-        self._one_of("mode", "eval", "train")
-        self._check(
+        self._require_at_least("lam", 0)
+        self._require(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, not {self.gamma}")
+        self._require(
+            isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}"
+        )
+        self._require(
             self.mode == "eval" or self.fisher == "batched",
             "mode='train' needs fisher='batched'; gradients per sample are taken in eval mode",
         )
+
+
+@dataclass
+class EWCKnowledge(WeightKnowledge):
+    """What EWC keeps from task to task."""
+
+    minimum: float = 0.0  # Σ F (θ − θ*)² of separate penalties where their sum is smallest
 
 
 class EWC(WeightMethod):
@@ -74,18 +79,17 @@ class EWC(WeightMethod):
     number of tasks, in the memory of one.
     """
 
+    title = "EWC"
     Config = EWCConfig
     config: EWCConfig
+    Knowledge = EWCKnowledge
+    knowledge: EWCKnowledge
     paper: ClassVar[Mapping[str, Any]] = {"fisher": "batched", "batch": 20, "mode": "train", "accumulation": "merged"}
 
-    _no_importance = (
+    no_importance_advice = (
         "The Fisher of every task was 0: predictions were certain to the last bit (probabilities of exactly 0 and 1), "
         "or what end_task's `forward` returns does not depend on the weights."
     )
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._least = 0.0  # Σ F (θ − θ*)² of separate penalties where their sum is smallest
 
     @property
     def strength(self) -> float:
@@ -94,43 +98,43 @@ class EWC(WeightMethod):
     @torch.no_grad()
     def penalty(self) -> Tensor:
         """λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
-        return self.strength * (self._distance() + self._least)
+        return self.strength * (self._sum_distances() + self.knowledge.minimum)
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
-    def _measure(
+    def _measure_importances(
         self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
-    ) -> dict[str, Tensor]:
-        kind, own = self.config.fisher, forward == self._forward
+    ) -> Tensors:
+        kind, default = self.config.fisher, forward == self._default_forward
 
         def output(batch: Any) -> Any:
-            if not own:
+            if not default:
                 return forward(batch)
             assert self.task is not None
-            return self._call(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
+            return self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
 
         def exact(batch: Any) -> tuple[Tensor, Tensor]:
-            logs = F.log_softmax(_logits(output(batch), kind), 1)[0]
+            logs = F.log_softmax(_require_logits(output(batch), kind), 1)[0]
             return logs, logs.detach().exp()
 
         def estimated(batch: Any) -> tuple[Tensor, Tensor]:
             """Σ ±√p·log p over the classes: squared, its gradient is that of each class by p, and what is mixed of two
             classes has mean 0. One drawn class would be unbiased too, but says nothing where predictions are sure."""
             inner, signs = batch
-            logs = F.log_softmax(_logits(output(inner), kind), 1)
-            return _one((signs * (logs.detach() / 2).exp() * logs).sum(1))
+            logs = F.log_softmax(_require_logits(output(inner), kind), 1)
+            return _as_one_value((signs * (logs.detach() / 2).exp() * logs).sum(1))
 
         def sampled(batch: Any) -> tuple[Tensor, Tensor]:
             inner, places = batch
             found = output(inner)
             logits = isinstance(found, Tensor) and found.dim() == 2
-            return _one(F.cross_entropy(found, picked(found, places)) if logits else found)
+            return _as_one_value(F.cross_entropy(found, pick_classes(found, places)) if logits else found)
 
         def loss(batch: Any) -> tuple[Tensor, Tensor]:
-            return _one(forward(batch))
+            return _as_one_value(forward(batch))
 
         if kind == "batched":
-            return mean_gradients(
+            return measure_gradients(
                 self.model,
                 protected,
                 batches,
@@ -140,11 +144,11 @@ class EWC(WeightMethod):
                 train=self.config.mode == "train",
             )
         if kind in ("estimated", "sampled"):
-            batches = self._with_draws(batches, output)
+            batches = self._add_draws(batches, output)
         score = {"exact": exact, "estimated": estimated, "sampled": sampled, "empirical": loss}[kind]
-        return mean_gradients(self.model, protected, batches, score, power=2)
+        return measure_gradients(self.model, protected, batches, score, power=2)
 
-    def _with_draws(self, batches: Iterable[Any], output: Forward) -> Iterator[tuple[Any, Tensor]]:
+    def _add_draws(self, batches: Iterable[Any], output: Forward) -> Iterator[tuple[Any, Tensor]]:
         """Batches with what is drawn for every sample: a sign for each class, or a place in [0, 1) for one of them."""
         draw = torch.Generator().manual_seed((self.config.seed << 16) + len(self.tasks))
         like, classes = next(self.model.parameters()), 0
@@ -153,46 +157,39 @@ class EWC(WeightMethod):
             if self.config.fisher == "sampled":
                 yield batch, torch.rand(samples, generator=draw, dtype=torch.float64).to(like.device)
                 continue
-            classes = classes or _logits(output(batch), self.config.fisher).shape[1]
+            classes = classes or _require_logits(output(batch), self.config.fisher).shape[1]
             yield batch, (2 * torch.randint(2, (samples, classes), generator=draw) - 1).to(like)
 
     # Over tasks ------------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
-        learned = len(self.tasks) - 1
+    def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
+        knowledge, learned = self.knowledge, len(self.tasks) - 1
         for name, parameter in protected.items():
             fisher, weights = new[name].double(), parameter.detach().to(torch.float64, copy=True)
-            if (old := self.importances.get(name)) is not None:
+            if (old := knowledge.importances.get(name)) is not None:
                 if self.config.accumulation == "merged":
                     fisher = (fisher + learned * old) / (learned + 1)
                 elif self.config.accumulation == "online":
                     fisher = fisher + self.config.gamma * old
                 else:
-                    both, place = fisher + old, self.anchors[name].double()
-                    self._least += float(
+                    both, place = fisher + old, knowledge.anchors[name].double()
+                    knowledge.minimum += float(
                         torch.where(both > 0, fisher * old / both * (place - weights).square(), 0.0).sum()
                     )
                     weights = torch.where(both > 0, (fisher * weights + old * place) / both, weights)
                     fisher = both
-            self.importances[name] = fisher.to(parameter.dtype)
-            self.anchors[name] = weights.to(parameter.dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "least": self._least}
-
-    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
-        super().load_state_dict(state, *optimizers)
-        self._least = state["least"]
+            knowledge.importances[name] = fisher.to(parameter.dtype)
+            knowledge.anchors[name] = weights.to(parameter.dtype)
 
 
-def picked(logits: Tensor, places: Tensor) -> Tensor:
+def pick_classes(logits: Tensor, places: Tensor) -> Tensor:
     """(samples,) classes drawn from the predictions: where `places` (samples,) in [0, 1) fall when the predicted
     probabilities are laid end to end."""
     ends = logits.detach().double().softmax(1).cumsum(1)
     return (ends < places[:, None] * ends[:, -1:]).sum(1)
 
 
-def _logits(output: Any, fisher: str) -> Tensor:
+def _require_logits(output: Any, fisher: str) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 2:
         return output
     found = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
@@ -203,7 +200,7 @@ def _logits(output: Any, fisher: str) -> Tensor:
     )
 
 
-def _one(value: Any) -> tuple[Tensor, Tensor]:
+def _as_one_value(value: Any) -> tuple[Tensor, Tensor]:
     """The loss of a batch as the one value to differentiate."""
     if not isinstance(value, Tensor) or value.dim() > 1:
         found = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

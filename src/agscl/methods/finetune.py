@@ -9,3 +9,5 @@ __all__ = ["FineTune"]
 
 class FineTune(Method):
     """Plain training of a multi-head model, task after task. The heads of other tasks stay untouched."""
+
+    title = "fine-tuning"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from agscl.methods._parts.frozen_parts import StillMethod
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod
 
 __all__ = ["Frozen"]
 
 
-class Frozen(StillMethod):
+class Frozen(FrozenPartsMethod):
     """Nothing is forgotten, and nothing new is learned below the heads: the bound every method must beat.
 
     >>> method = Frozen(model)
@@ -15,5 +15,7 @@ class Frozen(StillMethod):
     From the second task on all of the trunk, BatchNorm statistics included, keeps its bits.
     """
 
-    def _rests(self, name: str) -> bool:
+    title = "frozen"
+
+    def is_frozen(self, name: str) -> bool:
         return True

@@ -7,10 +7,10 @@ only at right angles to them, so what the layer answers to old inputs stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.graph.probing import LAYERS, undisturbed
-from agscl.methods._parts.frozen_parts import StillMethod
+from agscl.graph.forward import preserve_model_state
+from agscl.graph.probing import LAYERS
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.state import Knowledge
 
 __all__ = ["GPM", "GPMConfig"]
 
@@ -30,7 +33,7 @@ COLUMNS = 4096  # inputs of one layer that a decomposition takes at the most; a 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPMConfig:
+class GPMConfig(Settings):
     """Settings of GPM; the defaults are those of its paper for CIFAR-100."""
 
     threshold: float = 0.97
@@ -43,15 +46,69 @@ class GPMConfig:
     """Seed of that draw."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise ValueError(f"GPM: threshold must be above 0 and at most 1, not {self.threshold}.")
-        if not 0 <= self.increase < 1:
-            raise ValueError(f"GPM: increase must be at least 0 and below 1, not {self.increase}.")
-        if self.samples < 1:
-            raise ValueError(f"GPM: samples must be at least 1, not {self.samples}.")
+        super().__post_init__()
+        self._require(0 < self.threshold <= 1, f"threshold must be above 0 and at most 1, not {self.threshold}")
+        self._require(0 <= self.increase < 1, f"increase must be at least 0 and below 1, not {self.increase}")
+        self._require(self.samples >= 1, f"samples must be at least 1, not {self.samples}")
 
 
-class GPM(StillMethod):
+@dataclass
+class GPMKnowledge(Knowledge):
+    """What GPM keeps from task to task."""
+
+    purposes: ClassVar[Mapping[str, str]] = {"bases": "bases"}
+    bases: dict[str, Tensor] = field(default_factory=dict)
+    """Per weight, (groups of a convolution, columns, directions): orthonormal, or zero where a group has fewer."""
+
+
+class GPMPlan(FrozenPartsPlan):
+    """One task: gradients and steps are projected away from the directions of old inputs."""
+
+    method: GPM
+    saved: ClassVar[tuple[str, ...]] = ("anchors",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.anchors: dict[str, Tensor] = {}  # weights as the task began
+        self.weights: dict[str, nn.Parameter] = {}
+        self._full: set[str] = set()  # weights with no direction left
+
+    def build(self) -> None:
+        bases, trunk = self.method.knowledge.bases, self.method.find_trunk_parameters()
+        self.weights = {name: trunk[name] for name in bases}
+        self._full = {n for n, basis in bases.items() if _count_directions(basis) == [basis.shape[1]] * len(basis)}
+        if not self.anchors:
+            self.anchors = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def start(self) -> None:
+        bases = self.method.knowledge.bases
+        if len(self.method.tasks) > 1 and not any(basis.shape[2] for basis in bases.values()):
+            self.method.warn_once(
+                "empty",
+                "No direction is held from the tasks before, so nothing is kept from forgetting. Were the inputs given "
+                "to end_task all zero?",
+            )
+
+    def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                weight.grad.copy_(project(weight.grad, self.method.knowledge.bases[name]))
+
+    def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        for name, weight in self.weights.items():
+            anchor, basis = self.anchors[name], self.method.knowledge.bases[name]
+            if name in self._full:  # no direction is left: the very bits
+                weight.copy_(anchor)
+            elif basis.shape[2]:
+                allowed = anchor + project(weight - anchor, basis)
+                # a fused optimizer's step that was skipped on overflow changes no bit
+                weight.copy_(allowed if skipped is None else torch.where(skipped.reshape(()) > 0, weight, allowed))
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return {"anchors": list(self.anchors.values())}
+
+
+class GPM(FrozenPartsMethod):
     """Learn new tasks at right angles to the inputs of the old ones.
 
     >>> method = GPM(model, threshold=0.97)
@@ -62,56 +119,19 @@ class GPM(StillMethod):
     not run while inputs were collected.
     """
 
+    title = "GPM"
     Config = GPMConfig
     config: GPMConfig
+    Knowledge = GPMKnowledge
+    knowledge: GPMKnowledge
+    Plan = GPMPlan
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        # Per weight, (groups of a convolution, columns, directions): orthonormal, or zero where a group has fewer.
-        self.bases: dict[str, Tensor] = {}
-        self._anchors: dict[str, Tensor] = {}  # weights as the task began, while it is under way
-        self._weights: dict[str, nn.Parameter] = {}
-        self._full: set[str] = set()  # weights with no direction left
-        self._figures: dict[str, Any] = {}
-        super().__init__(model, **options)
+    def is_frozen(self, name: str) -> bool:
+        return name not in self.knowledge.bases
 
-    # A task ----------------------------------------------------------------------------------------------------------
-
-    def _rests(self, name: str) -> bool:
-        return name not in self.bases
-
-    def _begin(self) -> None:
-        self._find()
-        self._anchors = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        if len(self.tasks) > 1 and not any(basis.shape[2] for basis in self.bases.values()):
-            self._warn(
-                "empty",
-                "No direction is held from the tasks before, so nothing is kept from forgetting. Were the inputs given "
-                "to end_task all zero?",
-            )
-
-    def _find(self) -> None:
-        trunk = self._trunk()
-        self._weights = {name: trunk[name] for name in self.bases}
-        self._full = {n for n, basis in self.bases.items() if _ranks(basis) == [basis.shape[1]] * len(basis)}
-
-    def _add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        for name, weight in self._weights.items():
-            if weight.grad is not None:
-                weight.grad.copy_(project(weight.grad, self.bases[name]))
-
-    def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        for name, weight in self._weights.items():
-            anchor, basis = self._anchors[name], self.bases[name]
-            if name in self._full:  # no direction is left: the very bits
-                weight.copy_(anchor)
-            elif basis.shape[2]:
-                allowed = anchor + project(weight - anchor, basis)
-                # a fused optimizer's step that was skipped on overflow changes no bit
-                weight.copy_(allowed if skipped is None else torch.where(skipped.reshape(()) > 0, weight, allowed))
-
-    def _end(self, batches: Iterable[Any], forward: Forward) -> None:
+    def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
         threshold = min(1.0, self.config.threshold + self.config.increase * (len(self.tasks) - 1))
-        collected = self._collect(batches, forward)
+        collected = self._collect_inputs(batches, forward)
         for name, inputs in collected.items():
             if not bool(inputs.isfinite().all()):
                 raise FloatingPointError(
@@ -119,31 +139,31 @@ class GPM(StillMethod):
                     "back to the last good weights, or lower the learning rate."
                 )
         for name, inputs in collected.items():
-            known = self.bases.get(name)
+            known = self.knowledge.bases.get(name)
             if known is not None or len(self.tasks) == 1:
-                self.bases[name] = _of_first_rank(extend(known, inputs, threshold))
-        ranks = {name: _ranks(basis) for name, basis in self.bases.items()}
-        room = sum(len(basis) * basis.shape[1] for basis in self.bases.values())
-        full = [name for name, counts in ranks.items() if min(counts) == self.bases[name].shape[1]]
-        self._figures = {
+                self.knowledge.bases[name] = _broadcast_first_rank(extend_basis(known, inputs, threshold))
+        ranks = {name: _count_directions(basis) for name, basis in self.knowledge.bases.items()}
+        room = sum(len(basis) * basis.shape[1] for basis in self.knowledge.bases.values())
+        full = [name for name, counts in ranks.items() if min(counts) == self.knowledge.bases[name].shape[1]]
+        self.knowledge.statistics = {
             "threshold": threshold,
             "directions": {name: sum(counts) for name, counts in ranks.items()},
             "used_capacity": sum(map(sum, ranks.values())) / max(1, room),
         }
         if full:
-            self._warn(
+            self.warn_once(
                 "full",
                 f"No direction is left for later tasks in {', '.join(full)}. Use a lower threshold (it is "
                 f"{threshold:g}) or wider layers.",
             )
 
-    def _collect(self, batches: Iterable[Any], forward: Forward) -> dict[str, Tensor]:
+    def _collect_inputs(self, batches: Iterable[Any], forward: Forward) -> dict[str, Tensor]:
         """Per weight, inputs of its layer on a random sample of the task's data: (groups, columns, inputs)."""
         draw = torch.Generator().manual_seed(self.config.seed * 1009 + len(self.tasks))
-        sample, count = draw_rows(batches, self.config.samples, draw)
-        names = {id(p): name for name, p in self._trunk().items()}
+        sample, count = sample_rows(batches, self.config.samples, draw)
+        names = {id(p): name for name, p in self.find_trunk_parameters().items()}
         found: dict[str, list[Tensor]] = {}
-        with undisturbed(self.model), ExitStack() as stack:
+        with preserve_model_state(self.model), ExitStack() as stack:
             for module in self.model.modules():
                 weight = module._parameters.get("weight")
                 if isinstance(module, LAYERS) and id(weight) in names:
@@ -152,52 +172,18 @@ class GPM(StillMethod):
                     def hook(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                         given = args[0] if args else kwargs["input"]
                         limit = math.ceil(COLUMNS * min(CHUNK, count) / count)
-                        found.setdefault(name, []).append(layer_inputs(layer, given, limit, draw))
+                        found.setdefault(name, []).append(extract_inputs(layer, given, limit, draw))
 
                     stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             for at in range(0, count, CHUNK):
-                forward(_take(sample, torch.arange(at, min(at + CHUNK, count))))
+                forward(_select_rows(sample, torch.arange(at, min(at + CHUNK, count))))
         if not found:
             raise RuntimeError("No layer ran while end_task collected inputs: does `forward` run the model?")
-        return {name: torch.cat(parts, 2) for name, parts in _of_all_ranks(found).items()}
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._anchors, self._weights = {}, {}
-
-    # What it reports, saving -----------------------------------------------------------------------------------------
+        return {name: torch.cat(parts, 2) for name, parts in _gather_ranks(found).items()}
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: `directions` held per weight, `used_capacity`, their share of all, and the threshold."""
-        return dict(self._figures)
-
-    def memory(self) -> dict[str, int]:
-        """Floats of the bases; while a task is under way, also the weights it began with."""
-        tensors = [*self.bases.values(), *self._anchors.values()]
-        return {
-            **super().memory(),
-            "bases": sum(basis.numel() for basis in self.bases.values()),
-            "anchors": sum(anchor.numel() for anchor in self._anchors.values()),
-            "bytes": sum(t.numel() * t.element_size() for t in tensors),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "bases": {name: basis.clone() for name, basis in self.bases.items()},
-            "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
-            "figures": dict(self._figures),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
-        place = next(self.model.parameters()).device
-        if state["method"] == type(self).__name__:
-            self.bases = {name: basis.to(place, copy=True) for name, basis in state["bases"].items()}
-        super().load_state_dict(state, *optimizers)
-        self._figures = dict(state["figures"])
-        if self.task is not None:
-            self._find()
-            self._anchors = {name: anchor.to(place, copy=True) for name, anchor in state["anchors"].items()}
+        return super().statistics()
 
 
 def project(change: Tensor, basis: Tensor) -> Tensor:
@@ -209,7 +195,7 @@ def project(change: Tensor, basis: Tensor) -> Tensor:
     return left.view(change.shape).to(change.dtype)
 
 
-def extend(known: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
+def extend_basis(known: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
     """A basis that holds `threshold` of the energy of `inputs` (groups, columns, inputs), with `known` as its start."""
     grown = []
     for number, given in enumerate(inputs.double()):
@@ -228,17 +214,17 @@ def extend(known: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
     return torch.stack([F.pad(basis, (0, widest - basis.shape[1])) for basis in grown])
 
 
-def _ranks(basis: Tensor) -> list[int]:
+def _count_directions(basis: Tensor) -> list[int]:
     """Directions of each group."""
     counts: list[int] = (basis != 0).any(1).sum(1).tolist()
     return counts
 
 
-def layer_inputs(layer: nn.Module, given: Tensor, limit: int, draw: torch.Generator) -> Tensor:
+def extract_inputs(layer: nn.Module, given: Tensor, limit: int, draw: torch.Generator) -> Tensor:
     """What each row of a layer's weight is multiplied with, at most `limit` of it: (groups, columns, inputs)."""
     if isinstance(layer, nn.Linear):
         rows = given.flatten(0, -2)
-        return rows[_choose(len(rows), limit, draw).to(rows.device)].T[None]
+        return rows[_draw_indices(len(rows), limit, draw).to(rows.device)].T[None]
     sizes, steps, spread, groups = layer.kernel_size, layer.stride, layer.dilation, layer.groups
     assert isinstance(sizes, tuple)
     if given.dim() == len(sizes) + 1:
@@ -249,12 +235,12 @@ def layer_inputs(layer: nn.Module, given: Tensor, limit: int, draw: torch.Genera
         given = given.unfold(dim, apart * (size - 1) + 1, step)[..., ::apart]
     windows = given.movedim(1, 1 + len(sizes))  # (batch, positions…, channels, kernel…): a view, too large to copy
     places = windows.shape[: 1 + len(sizes)]
-    chosen = torch.unravel_index(_choose(math.prod(places), limit, draw), places)
+    chosen = torch.unravel_index(_draw_indices(math.prod(places), limit, draw), places)
     inputs = windows[tuple(index.to(given.device) for index in chosen)]
     return inputs.reshape(len(inputs), int(groups), -1).permute(1, 2, 0)  # type: ignore[arg-type]
 
 
-def draw_rows(batches: Iterable[Any], count: int, draw: torch.Generator) -> tuple[Any, int]:
+def sample_rows(batches: Iterable[Any], count: int, draw: torch.Generator) -> tuple[Any, int]:
     """A random sample of `count` rows of all batches laid end to end, as one batch, and how many it has."""
     kept: Any = None
     keys = torch.empty(0)
@@ -263,16 +249,16 @@ def draw_rows(batches: Iterable[Any], count: int, draw: torch.Generator) -> tupl
         if not size:
             raise TypeError(f"GPM draws rows from `batches`, and found no tensor in a {type(batch).__name__}.")
         keys = torch.cat([keys, torch.rand(size, generator=draw)])
-        kept = batch if kept is None else _append(kept, batch)
+        kept = batch if kept is None else _concat_rows(kept, batch)
         if len(keys) > count:
             rows = keys.topk(count).indices.sort().values
-            kept, keys = _take(kept, rows), keys[rows]
+            kept, keys = _select_rows(kept, rows), keys[rows]
     if kept is None:
         raise RuntimeError("`batches` was empty: the directions of a task cannot be found without its data.")
     return kept, len(keys)
 
 
-def _of_all_ranks(found: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+def _gather_ranks(found: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     """Every rank sees a part of the data; all must find the same directions."""
     if not (dist.is_available() and dist.is_initialized()):
         return found
@@ -281,7 +267,7 @@ def _of_all_ranks(found: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     return {name: [part.to(parts[0].device) for rank in ranks for part in rank[name]] for name, parts in found.items()}
 
 
-def _of_first_rank(basis: Tensor) -> Tensor:
+def _broadcast_first_rank(basis: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized():
         dist.broadcast(basis, 0)
     return basis
@@ -291,16 +277,16 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
-def _take(batch: Any, rows: Tensor) -> Any:
+def _select_rows(batch: Any, rows: Tensor) -> Any:
     leaves, shape = tree_flatten(batch)
     return tree_unflatten([leaf[rows.to(leaf.device)] if _has_rows(leaf) else leaf for leaf in leaves], shape)
 
 
-def _append(batch: Any, more: Any) -> Any:
+def _concat_rows(batch: Any, more: Any) -> Any:
     leaves, shape = tree_flatten(batch)
     pairs = zip(leaves, tree_flatten(more)[0], strict=True)
     return tree_unflatten([torch.cat([a, b]) if _has_rows(a) else a for a, b in pairs], shape)
 
 
-def _choose(size: int, limit: int, draw: torch.Generator) -> Tensor:
+def _draw_indices(size: int, limit: int, draw: torch.Generator) -> Tensor:
     return torch.arange(size) if size <= limit else torch.randperm(size, generator=draw)[:limit].sort().values

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
-from agscl.methods._parts.penalties import WeightConfig, WeightMethod
+from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod, WeightPlan
 
 __all__ = ["L2", "L2Config"]
 
@@ -21,7 +20,15 @@ class L2Config(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("lam", 0)
+        self._require_at_least("lam", 0)
+
+
+class L2Plan(WeightPlan):
+    """One task of L2."""
+
+    @property
+    def importances(self) -> None:
+        """All are 1."""
 
 
 class L2(WeightMethod):
@@ -30,16 +37,17 @@ class L2(WeightMethod):
     >>> method = L2(model, lam=1.0)
     """
 
+    title = "L2"
     Config = L2Config
     config: L2Config
+    Plan = L2Plan
 
     @property
     def strength(self) -> float:
         return self.config.lam / 2
 
-    def _known(self) -> list[Mapping[str, Tensor] | None]:
-        return [self.anchors, None]
+    def _importances_now(self) -> None:
+        """All are 1."""
 
-    def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
-        self.importances.clear()  # all are 1
-        self.anchors.update({name: parameter.detach().clone() for name, parameter in protected.items()})
+    def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
+        self.knowledge.anchors.update({name: parameter.detach().clone() for name, parameter in protected.items()})

@@ -5,25 +5,25 @@ While a task is learned, the old heads must go on saying about its inputs what t
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Forward, Method
+from agscl.methods._parts.plan import Plan
+from agscl.methods._parts.settings import Settings
 
 __all__ = ["LwF", "LwFConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LwFConfig:
+class LwFConfig(Settings):
     """Settings of LwF; the defaults are those of its paper."""
 
     temperature: float = 2.0
@@ -32,10 +32,66 @@ class LwFConfig:
     """λ: the weight of the old tasks' term beside the new task's loss."""
 
     def __post_init__(self) -> None:
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"LwF: temperature must be a finite number above 0, not {self.temperature}.")
-        if not (self.weight >= 0 and math.isfinite(self.weight)):
-            raise ValueError(f"LwF: weight must be a finite number of at least 0, not {self.weight}.")
+        super().__post_init__()
+        self._require_at_least("temperature", 0, above=True)
+        self._require_at_least("weight", 0)
+
+
+class LwFPlan(Plan):
+    """One task: a copy of the trunk as the task began is the teacher."""
+
+    method: LwF
+    saved: ClassVar[tuple[str, ...]] = ("teacher", "loss_called")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.teacher: dict[str, Tensor] = {}  # parameters and buffers outside the heads, as the task began
+        self.loss_called = False
+        self._features: tuple[Any, Any] | None = None  # input and output of the trunk in the last forward pass
+        self._handle: RemovableHandle | None = None
+
+    def build(self) -> None:
+        method = self.method
+        if len(method.tasks) < 2:
+            return
+        if not (isinstance(method.model, MultiHead) or method.heads.is_shared or method.heads.takes_task):
+            raise ValueError(
+                f"LwF asks the old heads about new inputs, but {type(method.model).__name__}.forward takes no task. "
+                "Let it take one, forward(x, task), or wrap its trunk in a MultiHead."
+            )
+        if not self.teacher:
+            heads = set() if method.heads.is_shared else self._find_head_tensors()
+            everything = {**dict(method.model.named_parameters()), **dict(method.model.named_buffers())}
+            self.teacher = {name: t.detach().clone() for name, t in everything.items() if id(t) not in heads}
+        if isinstance(method.model, MultiHead):
+            self._handle = method.model.trunk.register_forward_hook(self._remember_features)
+
+    def _find_head_tensors(self) -> set[int]:
+        heads, tasks = self.method.heads, self.method.tasks
+        modules = [heads.get_head(task, tasks) for task in tasks]
+        tensors = {id(t) for head in modules for t in (*head.parameters(), *head.buffers())}
+        return tensors | {id(p) for p in heads.parameters(tasks).values()}
+
+    def _remember_features(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._features = (args[0], output) if args else None
+
+    def take_features(self, x: Any) -> Any:
+        """The trunk's features of `x`: those of the forward pass that has just run on it, or else of a new one."""
+        remembered, self._features = self._features, None
+        assert isinstance(self.method.model, MultiHead)
+        features = remembered[1] if remembered and remembered[0] is x else self.method.model.trunk(x)
+        self._features = None
+        return features
+
+    def detach(self) -> None:
+        super().detach()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return {"anchors": list(self.teacher.values())}
 
 
 class LwF(Method):
@@ -50,122 +106,74 @@ class LwF(Method):
     while a task is under way, not in between.
     """
 
+    title = "LwF"
     Config = LwFConfig
     config: LwFConfig
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._copy: dict[str, Tensor] = {}  # parameters and buffers outside the heads, as the task began
-        self._features: tuple[Any, Any] | None = None  # what the trunk gave for which input, in the last forward pass
-        self._asked = False  # whether `loss` was called in this task
-        self._handle = None
-        if isinstance(self.model, MultiHead):
-            self._handle = self.model.trunk.register_forward_hook(self._remember)
-
-    def _begin(self) -> None:
-        self._asked, self._copy = False, {}
-        if len(self.tasks) > 1:
-            whole = isinstance(self.model, MultiHead) or self.heads.shared
-            if not whole and len(inspect.signature(self.model.forward).parameters) < 2:
-                raise ValueError(
-                    f"LwF asks the old heads about new inputs, but {type(self.model).__name__}.forward takes no task. "
-                    "Let it take one, forward(x, task), or wrap its trunk in a MultiHead."
-                )
-            heads = set() if self.heads.shared else self._head_tensors()
-            everything = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-            self._copy = {name: t.detach().clone() for name, t in everything.items() if id(t) not in heads}
-
-    def _head_tensors(self) -> set[int]:
-        inside = [self.heads.of(task, self.tasks) for task in self.tasks]
-        tensors = {id(t) for head in inside for t in (*head.parameters(), *head.buffers())}
-        return tensors | {id(p) for p in self.heads.parameters(self.tasks).values()}
+    Plan = LwFPlan
+    plan: LwFPlan | None
+    needs = frozenset({"loss"})
 
     def loss(self, x: Any, output: Any) -> Tensor:
         """The old tasks' term for the inputs `x`, whose output for the task under way is `output`."""
-        features, self._features = self._features, None
-        if not self._copy:
+        if self.plan is None or not self.plan.teacher:
             return super().loss(x, output)
-        self._asked = True
-        old = self.tasks[:1] if self.heads.shared else self.tasks[:-1]
+        self.plan.loss_called = True
+        old = self.tasks[:1] if self.heads.is_shared else self.tasks[:-1]
         with torch.no_grad():
-            said = self._teach(x, old)
+            targets = self._ask_teacher(x, old)
         if isinstance(self.model, MultiHead):
-            known = features is not None and features[0] is x  # the trunk has just run on x
-            now = self._read(features[1] if known and features else self.model.trunk(x), old)
-            self._features = None
+            outputs = self._run_heads(self.plan.take_features(x), old)
         else:
-            now = [output if self.heads.shared else self._call(x, task) for task in old]
-        terms = [self._term(a, b) for was, new in zip(said, now, strict=True) for a, b in _pairs(was, new)]
-        return self.config.weight * torch.stack(terms).sum()
+            outputs = [output if self.heads.is_shared else self.call_model(x, task) for task in old]
+        pairs = [pair for target, now in zip(targets, outputs, strict=True) for pair in _pair_outputs(target, now)]
+        return self.config.weight * torch.stack([self._cross_entropy(target, now) for target, now in pairs]).sum()
 
-    def _term(self, said: Tensor, now: Tensor) -> Tensor:
-        target = torch.softmax(said.float() / self.config.temperature, -1)
-        return -(target * torch.log_softmax(now.float() / self.config.temperature, -1)).sum(-1).mean()
+    def _cross_entropy(self, target: Tensor, output: Tensor) -> Tensor:
+        probabilities = torch.softmax(target.float() / self.config.temperature, -1)
+        return -(probabilities * torch.log_softmax(output.float() / self.config.temperature, -1)).sum(-1).mean()
 
-    def _teach(self, x: Any, old: list[str]) -> list[Any]:
-        """What the copy says, in eval mode."""
+    def _ask_teacher(self, x: Any, old: list[str]) -> list[Any]:
+        """What the teacher answers, in eval mode."""
+        assert self.plan is not None
+        teacher = self.plan.teacher
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             if isinstance(self.model, MultiHead):
-                trunk = {n.removeprefix("trunk."): t for n, t in self._copy.items() if n.startswith("trunk.")}
-                return self._read(functional_call(self.model.trunk, trunk, (x,)), old)
-            return [self._call(x, task, lambda *given: functional_call(self.model, self._copy, given)) for task in old]
+                trunk = {n.removeprefix("trunk."): t for n, t in teacher.items() if n.startswith("trunk.")}
+                return self._run_heads(functional_call(self.model.trunk, trunk, (x,)), old)
+            return [
+                self.call_model(x, task, lambda *given: functional_call(self.model, teacher, given)) for task in old
+            ]
         finally:
             for module, training in modes:
                 module.training = training
 
-    def _read(self, features: Any, old: list[str]) -> list[Any]:
-        """What each old head of a `MultiHead` makes of the features."""
+    def _run_heads(self, features: Any, tasks: list[str]) -> list[Any]:
+        """The output of each task's head of a `MultiHead` for the features."""
         assert isinstance(self.model, MultiHead)
-        found: list[Any] = []
-        for task in old:
+        outputs: list[Any] = []
+        for task in tasks:
             head = self.model.heads[task]
-            parts = head if isinstance(head, nn.ModuleDict) else {"": head}
-            said = {name: self.model._read(part, features) for name, part in parts.items()}
-            found.append(said if isinstance(head, nn.ModuleDict) else said[""])
-        return found
+            if isinstance(head, nn.ModuleDict):
+                outputs.append({name: self.model.run_head(part, features) for name, part in head.items()})
+            else:
+                outputs.append(self.model.run_head(head, features))
+        return outputs
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._copy and torch.is_grad_enabled():
-            self._features = (args[0], output) if args else None
-
-    def _end(self, batches: Iterable[Any], forward: Forward) -> None:
-        if self._copy and self._steps and not self._asked:
-            self._warn(
+    def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
+        plan = self.plan
+        assert plan is not None
+        if plan.teacher and plan.steps and not plan.loss_called:
+            self.warn_once(
                 "loss",
                 "method.loss(x, output) was never called in this task, so nothing was held against forgetting. Add it "
                 "to the loss: loss = F.cross_entropy(output, y) + method.loss(x, output).",
             )
-        elif self._copy and self.config.weight == 0:
-            self._warn("weight", "weight is 0, so old tasks are forgotten as in plain fine-tuning. Use weight > 0.")
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._copy, self._features = {}, None
-
-    def close(self) -> None:
-        super().close()
-        if self._handle is not None:
-            self._handle.remove()
-
-    def memory(self) -> dict[str, int]:
-        """The copy of the trunk, while a task from the second on is under way; nothing between tasks."""
-        held = sum(tensor.numel() for tensor in self._copy.values())
-        size = sum(tensor.numel() * tensor.element_size() for tensor in self._copy.values())
-        return {**super().memory(), "anchors": held, "bytes": size}
-
-    def state_dict(self) -> dict[str, Any]:
-        copy = {name: tensor.clone() for name, tensor in self._copy.items()}
-        return {**super().state_dict(), "copy": copy, "asked": self._asked}
-
-    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
-        super().load_state_dict(state, *optimizers)
-        place = next(self.model.parameters()).device
-        self._copy = {name: tensor.to(place, copy=True) for name, tensor in state["copy"].items()}
-        self._asked = state["asked"]
+        elif plan.teacher and self.config.weight == 0:
+            self.warn_once("weight", "weight is 0, so old tasks are forgotten as in plain fine-tuning. Use weight > 0.")
 
 
-def _pairs(was: Any, new: Any) -> list[tuple[Tensor, Tensor]]:
-    """The outputs of a head, one by one: a dict head has several."""
-    return [(was[name], new[name]) for name in was] if isinstance(was, dict) else [(was, new)]
+def _pair_outputs(target: Any, output: Any) -> list[tuple[Tensor, Tensor]]:
+    """Targets and outputs of a head, one by one: a dict head has several."""
+    return [(target[name], output[name]) for name in target] if isinstance(target, dict) else [(target, output)]

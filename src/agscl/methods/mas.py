@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.methods._parts.importance import mean_gradients
+from agscl.methods._parts.importance import measure_gradients
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import WeightConfig, WeightMethod
+from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod
 
 __all__ = ["MAS", "MASConfig"]
 
@@ -34,11 +34,11 @@ class MASConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("lam", 0)
-        self._one_of("norm", "squared", "plain")
-        self._check(isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}")
-        self._one_of("mode", "eval", "train")
-        self._check(
+        self._require_at_least("lam", 0)
+        self._require(
+            isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}"
+        )
+        self._require(
             self.mode == "eval" or self.batch > 1,
             "mode='train' needs mini-batches (batch=20); gradients per sample are taken in eval mode",
         )
@@ -53,25 +53,26 @@ class MAS(WeightMethod):
     `end_task` takes `(x, y)` or `x`; its `forward(batch)`, if given, returns the output (samples, …).
     """
 
+    title = "MAS"
     Config = MASConfig
     config: MASConfig
     paper: ClassVar[Mapping[str, Any]] = {"norm": "plain", "batch": 20}
 
-    _no_importance = "The output for every sample of the earlier tasks was 0, or does not depend on the weights."
+    no_importance_advice = "The output for every sample of the earlier tasks was 0, or does not depend on the weights."
 
     @property
     def strength(self) -> float:
         return self.config.lam / 2
 
-    def _measure(
+    def _measure_importances(
         self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
-    ) -> dict[str, Tensor]:
-        own = forward == self._forward
+    ) -> Tensors:
+        default = forward == self._default_forward
 
         def score(batch: Any) -> tuple[Tensor, Tensor]:
             assert self.task is not None
             x = batch[0] if isinstance(batch, tuple | list) else batch
-            output = self._call(x, self.task) if own else forward(batch)
+            output = self.call_model(x, self.task) if default else forward(batch)
             parts = list(output.values()) if isinstance(output, dict) else [output]
             if not all(isinstance(part, Tensor) and part.dim() > 1 for part in parts):
                 raise ValueError("MAS needs outputs of (samples, …): let `forward` return them, not a loss.")
@@ -79,7 +80,7 @@ class MAS(WeightMethod):
             sizes = flat.square().sum(1) if self.config.norm == "squared" else torch.linalg.vector_norm(flat, dim=1)
             return sizes.mean().reshape(1), torch.ones(1, dtype=sizes.dtype, device=sizes.device)
 
-        return mean_gradients(
+        return measure_gradients(
             self.model,
             protected,
             batches,

@@ -7,26 +7,30 @@ back; the task owns the rest, trains on with these, and from then on they keep t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.frozen_parts import StillMethod
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.state import Knowledge
 
 __all__ = ["PackNet", "PackNetConfig"]
 
-FREE = 0  # the owner of a weight that no task owns; task number t owns those marked t + 1
-Shown = list[tuple[nn.Module, str, nn.Parameter]]
+FREE = 0
+"""The owner of a weight that no task owns; task number t owns those marked t + 1."""
+MAX_TASKS = 255
+"""Owners are stored in one byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackNetConfig:
+class PackNetConfig(Settings):
     """Settings of PackNet; the defaults are those of its paper."""
 
     share: float = 0.5
@@ -35,12 +39,121 @@ class PackNetConfig:
     """Share of the task's epochs after which the smallest weights are pruned; the rest is for training on."""
 
     def __post_init__(self) -> None:
-        for name, value in (("share", self.share), ("prune_at", self.prune_at)):
-            if not 0 < value < 1:
-                raise ValueError(f"PackNet: {name} must be above 0 and below 1, not {value}.")
+        super().__post_init__()
+        for name in ("share", "prune_at"):
+            value = getattr(self, name)
+            self._require(0 < value < 1, f"{name} must be above 0 and below 1, not {value}")
 
 
-class PackNet(StillMethod):
+@dataclass
+class PackNetKnowledge(Knowledge):
+    """What PackNet keeps from task to task."""
+
+    purposes: ClassVar[Mapping[str, str]] = {"owner": "masks"}
+    owner: dict[str, Tensor] = field(default_factory=dict)
+    """Per packed weight, uint8 of its shape: FREE, or the task's number + 1."""
+
+
+class PackedWeight(NamedTuple):
+    """A place where a packed weight is used; a tied one has several."""
+
+    module: nn.Module
+    key: str
+    name: str
+    parameter: nn.Parameter
+
+
+class PackNetPlan(FrozenPartsPlan):
+    """One task: it trains free weights, then those it kept when it was pruned."""
+
+    method: PackNet
+    saved: ClassVar[tuple[str, ...]] = ("trained_names", "epoch", "pruned_at_step")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.trained_names: list[str] = []  # packed weights that get a gradient in this task
+        self.epoch = 0
+        self.pruned_at_step = -1
+        self._fixed: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, where it is fixed, its values
+
+    @property
+    def is_pruned(self) -> bool:
+        return self.pruned_at_step >= 0
+
+    def attach(self) -> None:
+        self.method.find_packed_weights()
+        super().attach()
+
+    def build(self) -> None:
+        """Note what no step may change: weights of other tasks and, once pruned, those that were given back."""
+        own = len(self.method.tasks) if self.is_pruned else FREE
+        weights = self.method.packed_parameters()
+        self._fixed = []
+        for name, owner in self.method.knowledge.owner.items():
+            fixed = owner != own
+            if bool(fixed.any()) and (not self.is_pruned or name in self.trained_names):
+                self._fixed.append((weights[name], fixed, weights[name].detach().clone()))
+
+    def start(self) -> None:
+        method = self.method
+        if len(method.tasks) > MAX_TASKS:
+            raise ValueError(
+                f"PackNet marks each weight with its task's number in one byte: at most {MAX_TASKS} tasks."
+            )
+        if not any(bool((owner == FREE).any()) for owner in method.knowledge.owner.values()):
+            method.warn_once(
+                "full",
+                "No weight is free any more: this task trains its head alone. Use a larger share (it is "
+                f"{method.config.share:g}) or a wider network.",
+            )
+
+    def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        self.method.restore_shown_weights()
+        if not self.is_pruned:  # a layer may be left out of some steps
+            known = set(self.trained_names)
+            weights = self.method.packed_parameters().items()
+            self.trained_names += [name for name, p in weights if p.grad is not None and name not in known]
+
+    def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        self.restore_fixed()
+
+    @torch.no_grad()
+    def restore_fixed(self) -> None:
+        for weight, fixed, values in self._fixed:
+            weight.copy_(torch.where(fixed, values, weight))
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        assert self.epochs is not None
+        last = min(max(1, round(self.method.config.prune_at * self.epochs)), self.epochs)
+        if not self.is_pruned and self.epoch >= last:
+            self.prune()
+
+    @torch.no_grad()
+    def prune(self) -> None:
+        """Of each layer's weights that this task trained, the smallest share becomes zero and free again."""
+        weights, number = self.method.packed_parameters(), len(self.method.tasks)
+        for name in self.trained_names:
+            weight, owner = weights[name], self.method.knowledge.owner[name]
+            trained = owner == FREE
+            count = math.floor(int(trained.sum()) * self.method.config.share)
+            smallest = weight.abs().masked_fill(~trained, math.inf).flatten().argsort(stable=True)[:count]
+            kept = trained.flatten()  # a copy, in the order of the indices, however the weights lie in memory
+            kept[smallest] = False
+            owner[kept.view(trained.shape)] = number
+            weight.masked_fill_(owner == FREE, 0.0)
+        self.pruned_at_step = self.steps
+        self.build()
+        self.version += 1
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return {
+            "anchors": [values for _, _, values in self._fixed],
+            "masks": [fixed for _, fixed, _ in self._fixed],
+        }
+
+
+class PackNet(FrozenPartsMethod):
     """Every weight belongs to one task, and a task is seen through its own weights and those of earlier tasks.
 
     >>> method = PackNet(model, share=0.5, prune_at=2 / 3)
@@ -51,185 +164,119 @@ class PackNet(StillMethod):
     with other models use `viewing(task)`. Weights of later tasks are left out of that forward pass, not overwritten.
     """
 
+    title = "PackNet"
     Config = PackNetConfig
     config: PackNetConfig
+    Knowledge = PackNetKnowledge
+    knowledge: PackNetKnowledge
+    Plan = PackNetPlan
+    plan: PackNetPlan | None
+    needs = frozenset({"epochs", "end_epoch"})
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.owner: dict[str, Tensor] = {}  # per packed weight, uint8 of its shape: FREE, or the task's number + 1
-        self._places: list[tuple[nn.Module, str, str, nn.Parameter]] = []  # module, key, name, the weight itself
-        self._fixed: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, where it is fixed, its values
-        self._reached: list[str] = []  # packed weights that get a gradient in this task
-        self._epoch = 0
-        self._pruned = -1  # steps taken when the task was pruned
-        self._stack: list[Shown] = []
-        self._figures: dict[str, Any] = {}
         super().__init__(model, **options)
+        self._packed: list[PackedWeight] = []
+        self._replaced: list[list[PackedWeight]] = []  # what forward passes under way put weights in place of
         self._handles = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
         )
 
     @property
-    def same_every_epoch(self) -> bool:
+    def end_epoch_capturable(self) -> bool:
         return False  # at one of them it prunes
 
-    # A task ----------------------------------------------------------------------------------------------------------
+    def is_frozen(self, name: str) -> bool:
+        return name not in self.knowledge.owner
 
-    def _rests(self, name: str) -> bool:
-        return name not in self.owner
-
-    def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
-        trunk = self._trunk()
-        if not self.owner:
+    def find_packed_weights(self) -> None:
+        """Find which weights are packed, and where they are used."""
+        self.restore_shown_weights()
+        trunk, knowledge = self.find_trunk_parameters(), self.knowledge
+        if not knowledge.owner:
             packed = {n: p for n, p in trunk.items() if p.requires_grad and p.dim() > 1 and n.endswith("weight")}
-            self.owner = {n: torch.full_like(p, FREE, dtype=torch.uint8) for n, p in packed.items()}
-        self.owner = {name: owner for name, owner in self.owner.items() if name in trunk}
-        self._find()
-        super()._join(optimizers)
-
-    def _find(self) -> None:
-        """Where the packed weights are; a tied one is in several places."""
-        self._unwind()
-        names = {id(p): name for name, p in self.model.named_parameters() if name in self.owner}
-        self._places = [
-            (module, key, names[id(p)], p)
+            knowledge.owner = {n: torch.full_like(p, FREE, dtype=torch.uint8) for n, p in packed.items()}
+        knowledge.owner = {name: owner for name, owner in knowledge.owner.items() if name in trunk}
+        names = {id(p): name for name, p in self.model.named_parameters() if name in knowledge.owner}
+        self._packed = [
+            PackedWeight(module, key, names[id(p)], p)
             for module in self.model.modules()
             for key, p in module._parameters.items()
             if p is not None and id(p) in names
         ]
 
-    def _begin(self) -> None:
-        if self._epochs is None:
-            raise ValueError(
-                "PackNet prunes after a share of the task's epochs, so it must know how many there are: "
-                "begin_task(task, optimizer, epochs=…)."
-            )
-        if len(self.tasks) > 255:
-            raise ValueError("PackNet marks each weight with its task's number in one byte: 255 tasks at the most.")
-        self._epoch, self._pruned, self._reached = 0, -1, []
-        self._fix()
-        if not any(bool((owner == FREE).any()) for owner in self.owner.values()):
-            self._warn(
-                "full",
-                "No weight is free any more: this task trains its head alone. Use a larger share (it is "
-                f"{self.config.share:g}) or a wider network.",
-            )
-
-    def _fix(self) -> None:
-        """Note what no step may change: weights of other tasks and, once pruned, those that were given back."""
-        mine = FREE if self._pruned < 0 else len(self.tasks)
-        weights = self._weights()
-        self._fixed = []
-        for name, owner in self.owner.items():
-            fixed = owner != mine
-            if bool(fixed.any()) and (self._pruned < 0 or name in self._reached):
-                self._fixed.append((weights[name], fixed, weights[name].detach().clone()))
-
-    def _weights(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for _, _, name, parameter in self._places}
-
-    def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        self._unwind()
-        if self._pruned < 0:  # a layer may be left out of some steps
-            known = set(self._reached)
-            self._reached += [name for name, p in self._weights().items() if p.grad is not None and name not in known]
-
-    def _restore(self, optimizer: Optimizer | None, skipped: Tensor | None) -> None:
-        for weight, fixed, values in self._fixed:
-            weight.copy_(torch.where(fixed, values, weight))
-
-    def _end_epoch(self) -> None:
-        self._epoch += 1
-        assert self._epochs is not None
-        if self._pruned < 0 and self._epoch >= min(max(1, round(self.config.prune_at * self._epochs)), self._epochs):
-            self._prune()
+    def packed_parameters(self) -> dict[str, nn.Parameter]:
+        return {weight.name: weight.parameter for weight in self._packed}
 
     @torch.no_grad()
-    def _prune(self) -> None:
-        """Of each layer's weights that this task trained, the smallest share becomes zero and free again."""
-        weights, number = self._weights(), len(self.tasks)
-        for name in self._reached:
-            weight, owner = weights[name], self.owner[name]
-            trained = owner == FREE
-            count = math.floor(int(trained.sum()) * self.config.share)
-            smallest = weight.abs().masked_fill(~trained, math.inf).flatten().argsort(stable=True)[:count]
-            kept = trained.flatten()  # a copy, in the order of the indices, however the weights lie in memory
-            kept[smallest] = False
-            owner[kept.view(trained.shape)] = number
-            weight.masked_fill_(owner == FREE, 0.0)
-        self._pruned = self._steps
-        self._fix()
-        self._version += 1
-
-    @torch.no_grad()
-    def _end(self, batches: Iterable[Any], forward: Forward) -> None:
-        if self._pruned < 0:
-            self._prune()
-        if self._pruned == self._steps and self._steps:
-            self._warn(
+    def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
+        plan, owners = self.plan, self.knowledge.owner.values()
+        assert plan is not None
+        if not plan.is_pruned:
+            plan.prune()
+        if plan.pruned_at_step == plan.steps and plan.steps:
+            self.warn_once(
                 "pruning",
-                f"The task was pruned at its very end ({self._epoch} of {self._epochs} epochs were told by "
+                f"The task was pruned at its very end ({plan.epoch} of {plan.epochs} epochs were told by "
                 "end_epoch()), so it could not train on with the weights it kept. Call method.end_epoch() after each "
                 "epoch, and train for two epochs or more.",
             )
-        self._restore(None, None)  # the loop may have gone back to weights from before the pruning
-        total = sum(owner.numel() for owner in self.owner.values())
-        free = sum(int((owner == FREE).sum()) for owner in self.owner.values())
-        mine = sum(int((owner == len(self.tasks)).sum()) for owner in self.owner.values())
-        self._figures = {"weights": total, "owned": mine, "free": free, "sparsity": free / total if total else 0.0}
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._fixed = []
+        plan.restore_fixed()  # the loop may have gone back to weights from before the pruning
+        total = sum(owner.numel() for owner in owners)
+        free = sum(int((owner == FREE).sum()) for owner in owners)
+        owned = sum(int((owner == len(self.tasks)).sum()) for owner in owners)
+        self.knowledge.statistics = {
+            "weights": total,
+            "owned": owned,
+            "free": free,
+            "sparsity": free / total if total else 0.0,
+        }
 
     # Looking at a task -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
         with super().viewing(task):
-            shown = self._show(task)
+            replaced = self._show_task(task)
             try:
                 yield
             finally:
-                _put_back(shown)
+                _set_weights(replaced)
 
-    def _show(self, task: str | None) -> Shown:
+    def _show_task(self, task: str | None) -> list[PackedWeight]:
         """Put weights in place of the model's: those of `task` and earlier ones, else zero. Returns what was there.
 
         The newest task needs none of this: what it does not use is zero already, or in training.
         """
-        if task is None or task == self.tasks[-1]:
-            shown = [(module, key, parameter) for module, key, _, parameter in self._places]
-        else:
+        shown = self._packed
+        if task is not None and task != self.tasks[-1]:
             number = self.tasks.index(task) + 1
-            made: dict[str, nn.Parameter] = {}
-            shown = []
-            for module, key, name, parameter in self._places:
-                if name not in made:
-                    owner = self.owner[name]
-                    seen = (owner != FREE) & (owner <= number)
-                    made[name] = nn.Parameter(parameter.detach().masked_fill(~seen, 0.0), requires_grad=False)
-                shown.append((module, key, made[name]))
-        before: Shown = [(module, key, module._parameters[key]) for module, key, _ in shown]  # type: ignore[misc]
-        _put_back(shown)
+            masked: dict[str, nn.Parameter] = {}
+            for name, parameter in self.packed_parameters().items():
+                owner = self.knowledge.owner[name]
+                visible = (owner != FREE) & (owner <= number)
+                masked[name] = nn.Parameter(parameter.detach().masked_fill(~visible, 0.0), requires_grad=False)
+            shown = [weight._replace(parameter=masked[weight.name]) for weight in self._packed]
+        before = [w._replace(parameter=w.module._parameters[w.key]) for w in shown]  # type: ignore[arg-type]
+        _set_weights(shown)
         return before
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._unwind()
-        self._stack.append(self._show(self._task_of(args, kwargs)))
+        self.restore_shown_weights()
+        self._replaced.append(self._show_task(self.task_of_call(args, kwargs)))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._stack:
-            _put_back(self._stack.pop())
+        if self._replaced:
+            _set_weights(self._replaced.pop())
 
-    def _unwind(self) -> None:
+    def restore_shown_weights(self) -> None:
         """Undo what a forward pass left that was interrupted (Ctrl-C): torch calls no hook then."""
-        while self._stack:
-            _put_back(self._stack.pop())
+        while self._replaced:
+            _set_weights(self._replaced.pop())
 
     def close(self) -> None:
         super().close()
-        self._unwind()
+        self.restore_shown_weights()
         for handle in self._handles:
             handle.remove()
 
@@ -237,39 +284,18 @@ class PackNet(StillMethod):
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: `owned`, the weights it keeps; `free`, those left for later tasks, and their share."""
-        return dict(self._figures)
-
-    def memory(self) -> dict[str, int]:
-        """One byte per packed weight; while a task is under way, also the values of what it must not change."""
-        masks = sum(owner.numel() for owner in self.owner.values())
-        size = sum(v.numel() * v.element_size() + fixed.numel() for _, fixed, v in self._fixed)
-        anchors = sum(values.numel() for _, _, values in self._fixed)
-        return {**super().memory(), "masks": masks, "anchors": anchors, "bytes": masks + size}
+        return super().statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        self._unwind()
-        return {
-            **super().state_dict(),
-            "owner": {name: owner.clone() for name, owner in self.owner.items()},
-            "reached": list(self._reached),
-            "epoch": self._epoch,
-            "pruned": self._pruned,
-            "figures": dict(self._figures),
-        }
+        self.restore_shown_weights()
+        return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
-        if state["method"] == type(self).__name__:
-            place = next(self.model.parameters()).device
-            self.owner = {name: owner.to(place, copy=True) for name, owner in state["owner"].items()}
-        super().load_state_dict(state, *optimizers)
-        self._reached, self._epoch, self._pruned = list(state["reached"]), state["epoch"], state["pruned"]
-        self._figures = dict(state["figures"])
-        if self.task is not None:
-            self._fix()
-        elif self.tasks:
-            self._find()
+    def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
+        super()._load_knowledge(state, task)
+        if self.tasks:
+            self.find_packed_weights()
 
 
-def _put_back(shown: Shown) -> None:
-    for module, key, parameter in shown:
+def _set_weights(weights: list[PackedWeight]) -> None:
+    for module, key, _, parameter in weights:
         module._parameters[key] = parameter

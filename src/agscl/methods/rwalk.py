@@ -7,14 +7,15 @@ movement lowered the loss for the distance it went, measured by that Fisher.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import PathMethod, WeightConfig
+from agscl.methods._parts.paths import PathMethod, PathPlan
+from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge
 
 __all__ = ["RWalk", "RWalkConfig"]
 
@@ -40,10 +41,69 @@ class RWalkConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("lam", 0)
-        self._at_least("eps", 0, above=True)
-        self._check(0 < self.alpha <= 1, f"alpha must be above 0 and at most 1, not {self.alpha}")
-        self._one_of("gradient", "task", "total")
+        self._require_at_least("lam", 0)
+        self._require_at_least("eps", 0, above=True)
+        self._require(0 < self.alpha <= 1, f"alpha must be above 0 and at most 1, not {self.alpha}")
+
+
+@dataclass
+class RWalkKnowledge(WeightKnowledge):
+    """What RWALK keeps from task to task: importances are made of Fisher and score when a task begins."""
+
+    purposes: ClassVar[Mapping[str, str]] = {
+        "fisher": "importances",
+        "score": "importances",
+        "anchors": "anchors",
+        "norm_statistics": "statistics",
+    }
+    fisher: Tensors = field(default_factory=dict)  # F, running
+    score: Tensors = field(default_factory=dict)  # s over the tasks learned
+
+
+class RWalkPlan(PathPlan):
+    """One task of RWALK: its path is s of this task."""
+
+    method: RWalk
+    saved: ClassVar[tuple[str, ...]] = ("current",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.current: Tensors = {}  # the importances in force, F + s as the task began
+
+    @property
+    def importances(self) -> Tensors:
+        return self.current
+
+    def add_weights(self, protected: Mapping[str, nn.Parameter]) -> None:
+        knowledge = self.method.knowledge
+        if not self.current:
+            self.current = self.method.add_up_importances()
+        for name, parameter in protected.items():
+            for table in (knowledge.fisher, knowledge.score):
+                if name not in table:
+                    table[name] = torch.zeros_like(parameter)
+        super().add_weights(protected)
+
+    def path_tables(self) -> list[Mapping[str, Tensor]]:
+        return [self.method.knowledge.fisher, self.path]
+
+    def integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *tables: Any) -> None:
+        (fisher, path), config = tables, self.method.config
+        squares = torch._foreach_mul(gradients, gradients)
+        if skipped is None:
+            torch._foreach_lerp_(fisher, squares, config.alpha)
+        else:
+            torch._foreach_sub_(squares, fisher)
+            torch._foreach_mul_(squares, torch.where(skipped, 0.0, config.alpha))
+            torch._foreach_add_(fisher, squares)
+        gains = torch._foreach_mul(gradients, back)
+        if config.clip:
+            torch._foreach_clamp_min_(gains, 0.0)
+        torch._foreach_mul_(back, back)
+        torch._foreach_mul_(back, fisher)
+        torch._foreach_mul_(back, 0.5)
+        torch._foreach_add_(back, config.eps)
+        torch._foreach_addcdiv_(path, gains, back)
 
 
 class RWalk(PathMethod):
@@ -55,8 +115,13 @@ class RWalk(PathMethod):
     Importances cost no pass over the data: `end_task` does not look at its batches.
     """
 
+    title = "RWALK"
     Config = RWalkConfig
     config: RWalkConfig
+    Knowledge = RWalkKnowledge
+    knowledge: RWalkKnowledge
+    Plan = RWalkPlan
+    plan: RWalkPlan | None
     paper: ClassVar[Mapping[str, Any]] = {
         "gradient": "total",
         "clip": False,
@@ -65,82 +130,37 @@ class RWalk(PathMethod):
         "eps": 0.01,
     }
 
-    _no_importance = "The hooks saw no gradient in an earlier task: did its optimizer ever step?"
+    no_importance_advice = "The hooks saw no gradient in an earlier task: did its optimizer ever step?"
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.fisher: dict[str, Tensor] = {}  # F, running
-        self.score: dict[str, Tensor] = {}  # s over the tasks learned
-        self.path: dict[str, Tensor] = {}  # s of the task under way; `importances` too are there in a task only
-
-    def _begin(self) -> None:
-        self.path.clear()
-        self._add_up()
-        super()._begin()
-
-    def _prepare(self) -> None:
-        for name, parameter in self.protected().items():
-            for table in (self.fisher, self.score, self.path):
-                if name not in table:
-                    table[name] = torch.zeros_like(parameter)
-        super()._prepare()
-
-    def _paths(self) -> list[Mapping[str, Tensor]]:
-        return [self.fisher, self.path]
-
-    def _integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *paths: Any) -> None:
-        fisher, path = paths
-        squares = torch._foreach_mul(gradients, gradients)
-        if skipped is None:
-            torch._foreach_lerp_(fisher, squares, self.config.alpha)
-        else:
-            torch._foreach_sub_(squares, fisher)
-            torch._foreach_mul_(squares, torch.where(skipped, 0.0, self.config.alpha))
-            torch._foreach_add_(fisher, squares)
-        gains = torch._foreach_mul(gradients, back)
-        if self.config.clip:
-            torch._foreach_clamp_min_(gains, 0.0)
-        torch._foreach_mul_(back, back)
-        torch._foreach_mul_(back, fisher)
-        torch._foreach_mul_(back, 0.5)
-        torch._foreach_add_(back, self.config.eps)
-        torch._foreach_addcdiv_(path, gains, back)
-
-    def _measure(
+    def _measure_importances(
         self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """The new s."""
+        assert self.plan is not None
+        path, score = self.plan.path, self.knowledge.score
         if len(self.tasks) == 1 and not self.config.halve_first:
-            return {name: self.path[name].clone() for name in protected}
-        return {name: (self.score[name] + self.path[name]) / 2 for name in protected}
+            return {name: path[name].clone() for name in protected}
+        return {name: (score[name] + path[name]) / 2 for name in protected}
 
-    def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
-        self.score.update(new)
-        self.path.clear()
+    def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
+        self.knowledge.score.update(new)
         for name, parameter in protected.items():
-            self.anchors[name] = parameter.detach().clone()
-        self._add_up()
+            self.knowledge.anchors[name] = parameter.detach().clone()
+        assert self.plan is not None
+        self.plan.current = self.add_up_importances()  # for the figures on this task
 
-    def _add_up(self) -> None:
-        """The importances: F + s as they are now."""
-        fisher, score = self.fisher, self.score
+    def add_up_importances(self) -> Tensors:
+        """F + s as they are now."""
+        fisher, score = self.knowledge.fisher, self.knowledge.score
         if self.config.normalise and fisher:
-            fisher, score = _normalised(fisher), _normalised(score)
-        self.importances.clear()
-        self.importances.update({name: fisher[name] + score[name] for name in self.fisher})
+            fisher, score = _normalise(fisher), _normalise(score)
+        return {name: fisher[name] + score[name] for name in fisher}
 
-    def _leave(self) -> None:
-        super()._leave()
-        self.importances.clear()
-
-    def _held(self) -> dict[str, list[Tensor]]:
-        return {**super()._held(), "importances": [*self.fisher.values(), *self.score.values()]}
-
-    def _tables(self) -> dict[str, dict[str, Tensor]]:
-        return {**super()._tables(), "fisher": self.fisher, "score": self.score, "path": self.path}
+    def _importances_now(self) -> Tensors:
+        return {} if self.plan is None else self.plan.current
 
 
-def _normalised(table: dict[str, Tensor]) -> dict[str, Tensor]:
+def _normalise(table: dict[str, Tensor]) -> dict[str, Tensor]:
     """All values brought to [0, 1] together; all 0 where they do not differ."""
     low = torch.stack([one.min() for one in table.values()]).min()
     width = torch.stack([one.max() for one in table.values()]).max() - low

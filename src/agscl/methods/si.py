@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import PathMethod, WeightConfig
+from agscl.methods._parts.paths import PathMethod, PathPlan
+from agscl.methods._parts.penalties import Tensors, WeightConfig
 
 __all__ = ["SI", "SIConfig"]
 
@@ -34,9 +35,15 @@ class SIConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("c", 0)
-        self._at_least("xi", 0, above=True)
-        self._one_of("gradient", "task", "total")
+        self._require_at_least("c", 0)
+        self._require_at_least("xi", 0, above=True)
+
+
+class SIPlan(PathPlan):
+    """One task of SI: its path is W."""
+
+    def integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *tables: Any) -> None:
+        torch._foreach_addcmul_(tables[0], gradients, back)
 
 
 class SI(PathMethod):
@@ -48,47 +55,26 @@ class SI(PathMethod):
     Importances cost no pass over the data: `end_task` does not look at its batches.
     """
 
+    title = "SI"
     Config = SIConfig
     config: SIConfig
+    Plan = SIPlan
     paper: ClassVar[Mapping[str, Any]] = {"gradient": "total", "clip": False, "xi": 0.01}
 
-    _setting = "c"
-    _no_importance = "No step that the hooks saw lowered the loss of an earlier task: did its optimizer ever step?"
+    strength_setting = "c"
+    no_importance_advice = (
+        "No step that the hooks saw lowered the loss of an earlier task: did its optimizer ever step?"
+    )
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.path: dict[str, Tensor] = {}  # W, during a task
-
-    def _begin(self) -> None:
-        self.path.clear()
-        super()._begin()
-
-    def _prepare(self) -> None:
-        for name, parameter in self.protected().items():
-            if name not in self.path:
-                self.path[name] = torch.zeros_like(parameter)
-        super()._prepare()
-
-    def _paths(self) -> list[Mapping[str, Tensor]]:
-        return [self.path]
-
-    def _integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *paths: Any) -> None:
-        torch._foreach_addcmul_(paths[0], gradients, back)
-
-    def _measure(
+    def _measure_importances(
         self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """W / ((θ − θ_start)² + ξ); a task starts where the previous one ended."""
-        return {
-            name: self.path[name] / ((p - self.anchors[name]).square() + self.config.xi)
-            for name, p in protected.items()
-        }
+        assert self.plan is not None
+        path, start = self.plan.path, self.knowledge.anchors
+        return {name: path[name] / ((p - start[name]).square() + self.config.xi) for name, p in protected.items()}
 
-    def _accumulate(self, protected: dict[str, nn.Parameter], new: dict[str, Tensor]) -> None:
+    def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
         super()._accumulate(protected, new)
         if self.config.clip:
-            torch._foreach_clamp_min_(list(self.importances.values()), 0.0)
-        self.path.clear()
-
-    def _tables(self) -> dict[str, dict[str, Tensor]]:
-        return {**super()._tables(), "path": self.path}
+            torch._foreach_clamp_min_(list(self.knowledge.importances.values()), 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,18 +38,24 @@ class Together(Method):
         self.methods = tuple(
             sorted(methods, key=lambda m: (isinstance(m, WeightMethod), type(m).__name__, repr(m))),
         )
+        self.knowledge = self.methods[0].knowledge  # tasks and digests of heads, the same for all
+
+    @property
+    def task(self) -> str | None:
+        under_way = [method.task for method in self.methods if method.task is not None]
+        return under_way[0] if under_way else None
 
     @property
     def capturable(self) -> bool:
         return all(method.capturable for method in self.methods)
 
     @property
-    def same_every_epoch(self) -> bool:
-        return all(method.same_every_epoch for method in self.methods)
+    def end_epoch_capturable(self) -> bool:
+        return all(method.end_epoch_capturable for method in self.methods)
 
     @property
-    def version(self) -> int:
-        return sum(method.version for method in self.methods)
+    def plan_version(self) -> int:
+        return sum(method.plan_version for method in self.methods)
 
     def begin_task(
         self, task: str, *optimizers: Optimizer, epochs: int | None = None, steps_per_epoch: int | None = None
@@ -60,14 +66,12 @@ class Together(Method):
                 method.begin_task(task, *optimizers, epochs=epochs, steps_per_epoch=steps_per_epoch)
                 begun.append(method)
         except BaseException:
-            for method in begun:
-                method._leave()
-                method.tasks, method.task = method.tasks[:-1], None
+            for method in reversed(begun):
+                method.cancel_task()
             raise
-        self.tasks, self.task, self._optimizers = [*self.tasks, task], task, optimizers
 
     def end_epoch(self) -> None:
-        self._under_way("end_epoch")
+        self._require_task("end_epoch")
         for method in self.methods:
             method.end_epoch()
 
@@ -76,20 +80,22 @@ class Together(Method):
             method.clear_moments(when)
 
     def end_task(self, batches: Iterable[Any], forward: Forward | None = None) -> None:
-        self._under_way("end_task")
+        self._require_task("end_task")
         if iter(batches) is batches:  # can be walked through only once
             batches = list(batches)
         for method in self.methods:
             if method.task is not None:  # after an error it has ended already
                 method.end_task(batches, forward)
-        self._head_digests = dict(self.methods[0]._head_digests)
-        self.task, self._optimizers = None, ()
 
     def loss(self, x: Any, output: Any) -> Tensor:
         return torch.stack([method.loss(x, output) for method in self.methods]).sum()
 
     def penalty(self) -> Tensor:
         return torch.stack([method.penalty().double() for method in self.methods]).sum()
+
+    def add_penalty_gradients(self) -> None:
+        self._require_task("add_penalty_gradients")
+        self.methods[0].add_penalty_gradients()  # the hooks run the plans of all
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
@@ -111,25 +117,25 @@ class Together(Method):
         return {f"{n} {type(m).__name__}": m.statistics() for n, m in enumerate(self.methods, 1)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "methods": [method.state_dict() for method in self.methods]}
+        return {"method": type(self).__name__, "methods": [method.state_dict() for method in self.methods]}
 
-    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *optimizers: Optimizer) -> None:
         kinds = [type(method).__name__ for method in self.methods]
         saved = [one["method"] for one in state.get("methods", [])]
         if saved != kinds:
             raise ValueError(f"This is the state of {', '.join(saved) or state['method']}, not of {', '.join(kinds)}.")
         for method in self.methods:
-            method._leave()
+            method._drop_plan()
         for method, one in zip(self.methods, state["methods"], strict=True):
             method.load_state_dict(one, *optimizers)
-        self.tasks, self.task = list(state["tasks"]), state["task"]
-        self._head_digests = dict(state["heads"])
-        self._optimizers = optimizers if self.task is not None else ()
 
     def close(self) -> None:
         for method in self.methods:
             method.close()
-        self.task, self._optimizers = None, ()
+
+    def _require_task(self, seam: str) -> None:
+        if self.task is None:
+            raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
 
     def __repr__(self) -> str:
         return f"Together({', '.join(map(repr, self.methods))})"

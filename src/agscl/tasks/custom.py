@@ -26,7 +26,7 @@ from agscl.data.encoded_images import (
 from agscl.data.errors import DataError
 from agscl.data.examples import Array, Examples
 from agscl.data.ordering import sort_unique
-from agscl.heads import task_names
+from agscl.heads import make_task_names
 from agscl.tasks.task import TaskSequence, make_task
 
 
@@ -273,7 +273,7 @@ def _make_sequence(train: _RawExamples, test: _RawExamples | None, options: _Spl
         is_test = _draw_test_rows(train_examples.y, train_task, labels, options)
         train_task, test_task = np.where(is_test, -1, train_task), np.where(is_test, train_task, -1)
     tasks = []
-    for number, name in enumerate(task_names(names)):
+    for number, name in enumerate(make_task_names(names)):
         train_rows, test_rows = np.flatnonzero(train_task == number), np.flatnonzero(test_task == number)
         classes = np.unique(train_examples.y[train_rows])
         if len(classes) < 2:

@@ -17,7 +17,7 @@ from agscl.data.errors import DataError
 from agscl.data.examples import Array
 from agscl.data.ordering import sort_unique
 from agscl.data.progress import ProgressLine
-from agscl.heads import task_names
+from agscl.heads import make_task_names
 from agscl.tasks.task import Task, TaskSequence
 
 MAX_DEGREES = 30.0
@@ -49,7 +49,7 @@ def load_omniglot(
     names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in drawings.read_value_names("alphabet")]
     if alphabet_of_row.dtype.kind not in "iu":
         known = sort_unique(alphabet_of_row)
-        names = task_names(known)
+        names = make_task_names(known)
         alphabet_of_row = np.array([known.index(name) for name in alphabet_of_row.tolist()])
     if copies == 1:
         images = decode_images(drawings, ImageDecoder(size, 1, filter="box"))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from agscl.heads import MultiHead, check_name
+from agscl.heads import MultiHead, check_task_name
 from agscl.methods._parts.lifecycle import Method
 from agscl.system.tf32 import tf32_for
 from agscl.tasks import Task, TaskSequence
@@ -237,7 +237,7 @@ class Trainer:
     def _importance_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The training data once more, in order, for the method to measure importances."""
         size, task = self.config.batch_size, self.task
-        if not self.method.batch_size_matters:  # a forward pass alone takes less memory than a training step
+        if not self.method.depends_on_batch_size:  # a forward pass alone takes less memory than a training step
             size = max(size, min(2 * size, EVALUATION_BATCH))
         for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
             yield self.to_memory_format(task.prepare_inputs(x)), y
@@ -379,7 +379,7 @@ def place_model(model: MultiHead, device: torch.device | str, config: TrainingCo
 
 def _check_tasks(tasks: TaskSequence, config: TrainingConfig) -> None:
     for index, task in enumerate(tasks):
-        check_name(task.name)
+        check_task_name(task.name)
         if task.name in [other.name for other in tasks[:index]]:
             raise ValueError(f"two tasks are called {task.name!r}")
         task.check_data()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,27 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["FrozenStatistics", "KeptStatistics", "TaskStatistics", "norms_with_statistics", "settle_statistics"]
+from agscl.graph.nodes import NodeGraph
+
+__all__ = [
+    "FreezeChannels",
+    "FreezeStatistics",
+    "NodeNorms",
+    "TaskStatistics",
+    "find_batchnorms",
+    "recompute_statistics",
+]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def norms_with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
+def find_batchnorms(model: nn.Module) -> dict[str, _BatchNorm]:
     """The BatchNorms of a model that keep running statistics, by name."""
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
     return {name: module for name, module in found if module.running_mean is not None}
 
 
-class FrozenStatistics:
+class FreezeStatistics:
     """Lets BatchNorms normalise by their running statistics in training too, and leave these as they are."""
 
     def __init__(self, norms: Mapping[str, _BatchNorm]) -> None:
@@ -104,7 +113,7 @@ class TaskStatistics:
                 norm._buffers.update(buffers)
 
 
-class KeptStatistics:
+class FreezeChannels:
     """Normalises the kept channels of a BatchNorm by their kept statistics in training too.
 
     The other channels use and update batch statistics as ever. (Only putting statistics back after each step would
@@ -155,8 +164,33 @@ class KeptStatistics:
         return torch.where(self.keep.view(channels), normalised.to(output.dtype), output)
 
 
+class NodeNorms:
+    """The BatchNorms over nodes during a task: channels of important nodes are frozen, the others are followed."""
+
+    saved: ClassVar[tuple[str, ...]] = ("start_batches",)
+
+    def __init__(self, graph: NodeGraph, important: Tensor) -> None:
+        self._norms = list(graph.norms.values())
+        self.start_batches = self._count_batches()
+        masks = [important[norm.groups.to(important.device)] for norm in self._norms]
+        pairs = zip(self._norms, masks, strict=True)
+        self._frozen = [FreezeChannels(norm.module, mask) for norm, mask in pairs if bool(mask.any())]
+
+    def find_trained(self) -> list[_BatchNorm]:
+        """Those that saw a batch since the task began: not the ones that the loop keeps in eval mode."""
+        counts = zip(self._norms, self.start_batches, self._count_batches(), strict=True)
+        return [norm.module for norm, before, now in counts if now > before]
+
+    def _count_batches(self) -> list[int]:
+        return [int(norm.module.num_batches_tracked) for norm in self._norms]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for frozen in self._frozen:
+            frozen.close()
+
+
 @torch.no_grad()
-def settle_statistics(
+def recompute_statistics(
     norms: Iterable[_BatchNorm], model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]
 ) -> None:
     """Take the running statistics anew, as the mean over `batches`, for weights that have just been changed.

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
-from torch.optim import Optimizer
 
-from agscl.methods._parts.batchnorm import FrozenStatistics, norms_with_statistics
+from agscl.methods._parts.batchnorm import FreezeStatistics, find_batchnorms
 from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.plan import Plan
 
-__all__ = ["StillMethod"]
+__all__ = ["FrozenPartsMethod", "FrozenPartsPlan"]
 
 
-class StillMethod(Method):
-    """A method under which some parameters, and all BatchNorms, keep their bits from the second task on.
+class FrozenPartsPlan(Plan):
+    """From the second task on, freezes what the method says and all BatchNorms outside the heads."""
 
-    `_rests(name)` says which of the trunk's parameters these are.
-    """
+    method: FrozenPartsMethod
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        self._norms: FrozenStatistics | None = None
-        super().__init__(model, **options)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._frozen_norms: FreezeStatistics | None = None
 
-    def _rests(self, name: str) -> bool:
+    def attach(self) -> None:
+        super().attach()
+        method = self.method
+        if len(method.tasks) == 1:
+            return
+        self.freeze(p for name, p in method.find_trunk_parameters().items() if method.is_frozen(name))
+        heads = method.heads.modules(method.tasks)
+        norms = find_batchnorms(method.model)
+        self._frozen_norms = FreezeStatistics({name: norm for name, norm in norms.items() if id(norm) not in heads})
+
+    def detach(self) -> None:
+        super().detach()
+        if self._frozen_norms is not None:
+            self._frozen_norms.close()
+            self._frozen_norms = None
+
+
+class FrozenPartsMethod(Method):
+    """A method under which some parameters, and all BatchNorms, keep their bits from the second task on."""
+
+    Plan: ClassVar[type[FrozenPartsPlan]] = FrozenPartsPlan
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether this parameter of the trunk is frozen."""
         raise NotImplementedError
 
-    def _trunk(self) -> dict[str, nn.Parameter]:
+    def find_trunk_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter outside the heads, by its name in the model."""
         heads = {id(p) for p in self.heads.parameters(self.tasks).values()}
         return {name: p for name, p in self.model.named_parameters() if id(p) not in heads}
-
-    def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
-        super()._join(optimizers)
-        if len(self.tasks) == 1:
-            return
-        self._hold_still(p for name, p in self._trunk().items() if self._rests(name))
-        heads = {id(m) for task in self.tasks for m in self.heads.of(task, self.tasks).modules()}
-        norms = norms_with_statistics(self.model)
-        self._norms = FrozenStatistics({name: norm for name, norm in norms.items() if id(norm) not in heads})
-
-    def _leave(self) -> None:
-        super()._leave()
-        if self._norms is not None:
-            self._norms.close()
-            self._norms = None

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from agscl.graph.forward import WatchReLUs, preserve_model_state
 from agscl.graph.nodes import NodeGraph
-from agscl.graph.probing import relu_watch, undisturbed
 
-__all__ = ["Score", "count_samples", "mean_activations", "mean_gradients"]
+__all__ = ["Score", "count_samples", "measure_activations", "measure_gradients"]
 
 Score = Callable[[Any], tuple[Tensor, Tensor]]
 
-_CHUNK = 256  # samples differentiated side by side at the most
-_FLOATS = {"cpu": 2**25}  # numbers that their gradients may take: 128 MiB in float32,
-_FLOATS_ELSEWHERE = 2**28  # and 1 GiB on an accelerator
-_STRIP = 2**12  # columns summed up at a time
+MAX_SAMPLES = 256  # samples differentiated side by side at the most
+MAX_FLOATS = {"cpu": 2**25}  # numbers that their gradients may take: 128 MiB in float32,
+MAX_FLOATS_ELSEWHERE = 2**28  # and 1 GiB on an accelerator
+STRIP_COLUMNS = 2**12  # columns summed up at a time
 
 
-def mean_activations(
+def measure_activations(
     graph: NodeGraph,
     batches: Iterable[Any],
     forward: Callable[[Any], Any],
@@ -35,19 +35,19 @@ def mean_activations(
     Over samples and positions at each ReLU a group reaches, summed over these ReLUs; over all ranks where
     torch.distributed runs. `forward(batch)` runs the model on one batch.
     """
-    device = next(parameter.device for _, parameter, _ in graph.parameters())
-    sums = [torch.zeros(len(site.groups), dtype=torch.float64, device=device) for site in graph.sites]
+    device = next(parameter.device for _, parameter, _ in graph.incoming_parameters())
+    sums = [torch.zeros(len(site.groups), dtype=torch.float64, device=device) for site in graph.relu_sites]
     counts = [0.0] * len(sums)
-    by_index = {site.index: number for number, site in enumerate(graph.sites)}
+    by_index = {site.index: number for number, site in enumerate(graph.relu_sites)}
     calls = 0
 
-    def seen(before: Tensor, after: Tensor) -> None:
+    def record_relu(before: Tensor, after: Tensor) -> None:
         nonlocal calls
         number = by_index.get(calls)
         calls += 1
         if number is None:
             return
-        site = graph.sites[number]
+        site = graph.relu_sites[number]
         values = after.detach() if site.folded == 1 else after.detach().unflatten(0, (-1, site.folded))
         values = values.flatten(1).movedim(1, 0) if site.dim is None else values.movedim(site.dim, 0)
         if len(values) != len(site.groups):
@@ -63,14 +63,14 @@ def mean_activations(
         nonlocal calls
         calls = 0
 
-    with undisturbed(graph.model, train=mode == "train"), graph.model.register_forward_pre_hook(restart):
+    with preserve_model_state(graph.model, train=mode == "train"), graph.model.register_forward_pre_hook(restart):
         for batch in batches:
-            with relu_watch(seen):
+            with WatchReLUs(record_relu):
                 forward(batch)
     total = torch.cat([*sums, torch.tensor(counts, dtype=torch.float64, device=device)])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
-    missing = [site.index + 1 for site, count in zip(graph.sites, total[-len(sums) :], strict=True) if not count]
+    missing = [site.index + 1 for site, count in zip(graph.relu_sites, total[-len(sums) :], strict=True) if not count]
     if missing:
         raise RuntimeError(
             f"No activation was measured at ReLU {', '.join(map(str, missing))} of the forward pass: `batches` was "
@@ -78,7 +78,7 @@ def mean_activations(
         )
     importance = torch.zeros(graph.size, dtype=torch.float64, device=device)
     for site, part, count in zip(
-        graph.sites, total[: -len(sums)].split([len(part) for part in sums]), total[-len(sums) :], strict=True
+        graph.relu_sites, total[: -len(sums)].split([len(part) for part in sums]), total[-len(sums) :], strict=True
     ):
         mine = site.groups.to(device)
         share = torch.bincount(mine[mine >= 0], minlength=graph.size).clamp(min=1)
@@ -88,7 +88,7 @@ def mean_activations(
     return importance
 
 
-def mean_gradients(
+def measure_gradients(
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     batches: Iterable[Any],
@@ -111,14 +111,14 @@ def mean_gradients(
     weights = {f"model.{name}": p.detach() for name, p in parameters.items()}
     device = next(iter(parameters.values())).device
     size = sum(p.numel() for p in parameters.values())
-    room = _FLOATS.get(device.type, _FLOATS_ELSEWHERE) // max(1, size)
+    room = MAX_FLOATS.get(device.type, MAX_FLOATS_ELSEWHERE) // max(1, size)
     count = 0
-    with undisturbed(model, train=train):
-        for part, samples in _cut(batches, batch or max(1, min(_CHUNK, room))):
+    with preserve_model_state(model, train=train):
+        for part, samples in _rebatch(batches, batch or max(1, min(MAX_SAMPLES, room))):
             if batch is None:
-                found = _per_sample(runner, weights, part, power, min(_CHUNK, room))
+                found = _sum_sample_gradients(runner, weights, part, power, min(MAX_SAMPLES, room))
             else:
-                found = _of_mean(runner, list(parameters.values()), part, power)
+                found = _batch_gradients(runner, list(parameters.values()), part, power)
                 torch._foreach_mul_(found, samples)
             torch._foreach_add_(list(sums.values()), found)
             count += samples
@@ -142,17 +142,19 @@ class _Runner(nn.Module):
         return self.score(batch)
 
 
-def _per_sample(
+def _sum_sample_gradients(
     runner: _Runner, weights: dict[str, Tensor], part: Any, power: Literal[1, 2], room: int
 ) -> list[Tensor]:
     """Σ over the samples of `part` and the values of each, at most `room` gradients at a time."""
     leaves, shape = tree_flatten(part)
     samples = count_samples(leaves)
-    sliced = [_sliced(leaf, samples) for leaf in leaves]
+    has_samples = [_has_samples(leaf, samples) for leaf in leaves]
 
     def one(rows: Tensor, *sample: Any) -> list[Tensor]:
         """Gradients of a sample's values, a row for each, times what makes their size^power count by their weights."""
-        batch = tree_unflatten([x.unsqueeze(0) if cut else x for x, cut in zip(sample, sliced, strict=True)], shape)
+        batch = tree_unflatten(
+            [x.unsqueeze(0) if cut else x for x, cut in zip(sample, has_samples, strict=True)], shape
+        )
 
         def counted(w: dict[str, Tensor]) -> Tensor:
             values, shares = functional_call(runner, w, (batch,))
@@ -163,15 +165,15 @@ def _per_sample(
         found = vmap(back)(rows)[0] if len(rows) > 1 else back(rows[0])[0]
         return list(found.values())
 
-    first = tree_unflatten([_slice(leaf, samples, 0, 1) for leaf in leaves], shape)
+    first = tree_unflatten([_slice_samples(leaf, samples, 0, 1) for leaf in leaves], shape)
     values = runner(first)[0]
     total: list[Tensor] | None = None
     try:
         for rows in torch.eye(len(values), dtype=values.dtype, device=values.device).split(max(1, room)):
             width = max(1, room // len(rows))
             for at in range(0, samples, width):
-                taken = [_slice(leaf, samples, at, at + width) for leaf in leaves]
-                found = vmap(one, in_dims=(None, *(0 if cut else None for cut in sliced)))(rows, *taken)
+                taken = [_slice_samples(leaf, samples, at, at + width) for leaf in leaves]
+                found = vmap(one, in_dims=(None, *(0 if cut else None for cut in has_samples)))(rows, *taken)
                 found = [each.flatten(0, 1) for each in found] if len(rows) > 1 else found
                 sums = [_sum_of_powers(each, power) for each in found]
                 total = sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]
@@ -189,19 +191,19 @@ def _per_sample(
 def _sum_of_powers(each: Tensor, power: Literal[1, 2]) -> Tensor:
     """Σ over the first dimension of |each|^power; on a CPU in strips that stay in its cache."""
     rows = each.flatten(1) if each.dim() > 1 else each[:, None]
-    strips = rows.split(_STRIP, 1) if each.device.type == "cpu" else [rows]
+    strips = rows.split(STRIP_COLUMNS, 1) if each.device.type == "cpu" else [rows]
     sums = [(strip.square() if power == 2 else strip.abs()).sum(0) for strip in strips]
     return torch.cat(sums).view(each.shape[1:])
 
 
-def _of_mean(runner: _Runner, parameters: list[nn.Parameter], part: Any, power: Literal[1, 2]) -> list[Tensor]:
+def _batch_gradients(runner: _Runner, parameters: list[nn.Parameter], part: Any, power: Literal[1, 2]) -> list[Tensor]:
     with torch.enable_grad():
         values, _ = runner(part)
         found = torch.autograd.grad(values.sum(), parameters, allow_unused=True, materialize_grads=True)
     return list(torch._foreach_pow(found, 2) if power == 2 else torch._foreach_abs(found))
 
 
-def _cut(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
+def _rebatch(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
     """The samples of `batches` in parts of `size` (the last one may be smaller), with the number in each."""
     rest: list[Any] | None = None
     samples, shape = 0, None
@@ -209,12 +211,12 @@ def _cut(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
         leaves, shape = tree_flatten(batch)
         new = count_samples(leaves)
         if rest is not None:
-            leaves = [torch.cat([a, b]) if _sliced(b, new) else b for a, b in zip(rest, leaves, strict=True)]
+            leaves = [torch.cat([a, b]) if _has_samples(b, new) else b for a, b in zip(rest, leaves, strict=True)]
         samples = count_samples(leaves)
         whole = samples - samples % size
         for at in range(0, whole, size):
-            yield tree_unflatten([_slice(leaf, samples, at, at + size) for leaf in leaves], shape), size
-        rest = [_slice(leaf, samples, whole, samples) for leaf in leaves] if whole < samples else None
+            yield tree_unflatten([_slice_samples(leaf, samples, at, at + size) for leaf in leaves], shape), size
+        rest = [_slice_samples(leaf, samples, whole, samples) for leaf in leaves] if whole < samples else None
     if rest is not None and shape is not None:
         yield tree_unflatten(rest, shape), samples % size
 
@@ -227,9 +229,9 @@ def count_samples(leaves: list[Any]) -> int:
     raise TypeError("A batch must be a tensor of samples, or a tuple, list or dict with one.")
 
 
-def _sliced(leaf: Any, samples: int) -> bool:
+def _has_samples(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
 
 
-def _slice(leaf: Any, samples: int, start: int, stop: int) -> Any:
-    return leaf[start:stop] if _sliced(leaf, samples) else leaf
+def _slice_samples(leaf: Any, samples: int, start: int, stop: int) -> Any:
+    return leaf[start:stop] if _has_samples(leaf, samples) else leaf

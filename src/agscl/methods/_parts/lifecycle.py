@@ -1,120 +1,34 @@
-"""The life cycle of every method, and the one pair of optimizer hooks through which methods act on weights.
-
-A step of the optimizer runs through fixed phases, whatever methods are attached and in whatever order:
-
-    before   observe the task's gradient → add every penalty's gradient → observe the total
-    after    observe the optimizer's change → restore masks and gates → proximal step
-"""
+"""`Method`: the life cycle that every method shares. It keeps its `Knowledge` between tasks and a `Plan` within one."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.certificate import Certificate, Layout, Probe, digest
-from agscl.graph.nodes import NodeGraph
-from agscl.graph.probing import undisturbed
-from agscl.heads import HeadPlace, Heads, MultiHead
+from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
+from agscl.graph.forward import preserve_model_state
+from agscl.heads import HeadPlace, Heads
+from agscl.methods._parts import plan as plans
+from agscl.methods._parts import state as states
+from agscl.methods._parts.hooks import StepHooks
 
-__all__ = ["Method", "NodeMethod", "SelfCheckWarning"]
+__all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
 
 Forward = Callable[[Any], Any]
+Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
 
 
 class SelfCheckWarning(UserWarning):
     """A method that seems to do nothing, the cause it suspects and the value that would do."""
-
-
-class _Hooks:
-    """The pair of hooks on one optimizer, shared by all methods attached to it."""
-
-    _of: ClassVar[WeakKeyDictionary[Optimizer, _Hooks]] = WeakKeyDictionary()
-
-    @classmethod
-    def attach(cls, optimizer: Optimizer, method: Method) -> None:
-        hooks = cls._of.get(optimizer) or cls._of.setdefault(optimizer, cls(optimizer))
-        hooks.methods = sorted([*hooks.methods, method], key=lambda m: (type(m).__name__, repr(m)))
-
-    @classmethod
-    def detach(cls, optimizer: Optimizer, method: Method) -> None:
-        hooks = cls._of.get(optimizer)
-        if hooks is None:
-            return
-        hooks.methods = [m for m in hooks.methods if m is not method]
-        if not hooks.methods:
-            for handle in hooks.handles:
-                handle.remove()
-            del cls._of[optimizer]
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.methods: list[Method] = []
-        self.hidden: list[tuple[nn.Parameter, Tensor]] = []
-        self.prepared = False
-        self.handles = (
-            optimizer.register_step_pre_hook(self.before),
-            optimizer.register_step_post_hook(self.after),
-        )
-
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.gradients_ready(optimizer)
-            return None
-
-        def closure_then_penalty() -> Any:  # the hook runs before the closure's backward: gradients are stale here
-            self.prepared = False
-            with torch.enable_grad():
-                loss = closure()
-            self.gradients_ready(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], closure_then_penalty, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_then_penalty}
-
-    def gradients_ready(self, optimizer: Optimizer) -> None:
-        if not self.prepared:
-            self.add_penalties(optimizer)
-        self.prepared = False
-        with torch.no_grad():
-            for method in self.methods:
-                method._observe_total(optimizer, getattr(optimizer, "grad_scale", None))
-        for method in self.methods:
-            for parameter in method._still:
-                if parameter.grad is not None:  # also a zero gradient would let momentum and weight decay move it
-                    self.hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
-
-    @torch.no_grad()
-    def add_penalties(self, optimizer: Optimizer) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still scaled
-        for method in self.methods:
-            method._observe_gradients(optimizer, scale)
-        for method in self.methods:
-            method._add_penalty(optimizer, scale)
-
-    @torch.no_grad()
-    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter, gradient in self.hidden:
-            parameter.grad = gradient
-        self.hidden.clear()
-        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer's hooks run on overflow too
-        for method in self.methods:
-            method._count_step(optimizer)
-        for phase in ("_observe_step", "_restore", "_proximal"):
-            for method in self.methods:
-                getattr(method, phase)(optimizer, skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +37,23 @@ class NoSettings:
 
 
 class Method:
-    """A continual-learning method, joined to any training loop. See `docs/architecture.md` for its seams.
+    """A continual-learning method, joined to any training loop. `docs/architecture.md` lists all it asks of one.
 
     `heads` says where the heads of a model that is not a `MultiHead` are: the name of an `nn.ModuleList` or
     `nn.ModuleDict`, or a function `(model, task) -> module`. `settings` are the fields of the method's `Config`.
     """
 
+    # What a method declares ------------------------------------------------------------------------------------------
+
+    title: ClassVar[str] = ""
+    """Its name in tables; the first line of the class's text says what it does."""
     Config: ClassVar[type[Any]] = NoSettings
+    Knowledge: ClassVar[type[states.Knowledge]] = states.Knowledge
+    Plan: ClassVar[type[plans.Plan]] = plans.Plan
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    """What a loop must do beside begin_task, steps and end_task. A missing count is an error in begin_task."""
+    paper: ClassVar[Mapping[str, Any]] = {}
+    """Settings that give the form behind the AGS-CL paper's table: `Kind(model, lam=…, **Kind.paper)`."""
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
         known = [field.name for field in fields(self.Config)]
@@ -137,23 +61,23 @@ class Method:
             kind = type(self).__name__
             raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(known) or 'none'}.")
         self.config = self.Config(**settings)
-        self.model = _bare(model)
+        self.model = unwrap_model(model)
         self.heads = Heads(self.model, heads)
-        self.tasks: list[str] = []
-        self.task: str | None = None
-        self._viewed: str | None = None  # the task that `viewing` looks at
-        self._optimizers: tuple[Optimizer, ...] = ()
-        self._still: list[nn.Parameter] = []  # parameters no step may move: heads of other tasks, what is excluded
-        self._requires: list[tuple[nn.Parameter, bool]] = []
-        self._rates: dict[int, list[float | Tensor]] = {}  # per optimizer, the rate of each group at its last step
-        self._steps = 0  # optimizer steps in this task
-        self._version = 0
-        self._warned: set[str] = set()
-        self._head_digests: dict[str, str] = {}
-        self._epochs: int | None = None
-        self._steps_per_epoch: int | None = None
+        self.knowledge = self.Knowledge()
+        self.plan: plans.Plan | None = None  # of the task under way
+        self._viewed_task: str | None = None
 
-    # For whoever captures steps as CUDA graphs, or wants to be quick --------------------------------------------------
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks begun so far, in order."""
+        return self.knowledge.tasks
+
+    @property
+    def task(self) -> str | None:
+        """The task under way."""
+        return None if self.plan is None else self.plan.task
+
+    # For engines that capture steps as CUDA graphs -------------------------------------------------------------------
 
     @property
     def capturable(self) -> bool:
@@ -161,21 +85,21 @@ class Method:
         return True
 
     @property
-    def same_every_epoch(self) -> bool:
+    def end_epoch_capturable(self) -> bool:
         """Whether `end_epoch` does the same work each time, so that a graph may hold it."""
         return True
 
     @property
-    def batch_size_matters(self) -> bool:
+    def depends_on_batch_size(self) -> bool:
         """Whether `end_task` measures something else if the same data comes in larger batches, rounding aside."""
         return True
 
     @property
-    def version(self) -> int:
+    def plan_version(self) -> int:
         """Counts up when what a step does has changed: a captured one is out of date then."""
-        return self._version
+        return 0 if self.plan is None else self.plan.version
 
-    # The seams -----------------------------------------------------------------------------------------------------
+    # The seams -------------------------------------------------------------------------------------------------------
 
     def begin_task(
         self,
@@ -184,30 +108,30 @@ class Method:
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
-        """Start learning `task`: hook the optimizers, add the new head to them, hold the other heads still."""
+        """Start learning `task`: hook the optimizers, add the new head to them, freeze the other heads."""
         if self.task is not None:
             raise RuntimeError(f"Task {self.task!r} is still under way: call end_task before begin_task({task!r}).")
         if task in self.tasks:
             raise ValueError(f"Task {task!r} was learned already. A second part of it needs a name of its own.")
+        for need, count in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
+            if need in self.needs and count is None:
+                raise ValueError(f"{self.title} must know {need} beforehand: begin_task(task, optimizer, {need}=…).")
         self._check_optimizers(optimizers)
-        tasks = [*self.tasks, task]
-        self.heads.of(task, tasks)  # an error here leaves everything as it was
-        self.tasks, self.task = tasks, task
-        self._steps, self._epochs, self._steps_per_epoch = 0, epochs, steps_per_epoch
-        self._rates.clear()
+        self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
+        self.tasks.append(task)
         try:
-            self._join(optimizers)
-            self._begin()
-            self._begun()
+            self._prepare_task(task)
+            self.plan = self.Plan(self, task, optimizers, epochs, steps_per_epoch)
+            self.plan.attach()
+            self.plan.build()
+            self.plan.start()
         except BaseException:
-            self._leave()
-            self.tasks, self.task = tasks[:-1], None
+            self.cancel_task()
             raise
 
     def end_epoch(self) -> None:
         """Tell the method that an epoch is over."""
-        self._under_way("end_epoch")
-        self._end_epoch()
+        self._require_plan("end_epoch").end_epoch()
 
     def clear_moments(self, when: Tensor | None = None) -> None:
         """For a loop that clears an optimizer's state within a task, or does so where `when` is true.
@@ -221,19 +145,18 @@ class Method:
         `forward(batch)` runs the model and returns what is differentiated; by default the cross-entropy of
         `model(x, task)`, or the output itself where there are no labels.
         """
-        self._under_way("end_task")
-        if self._steps == 0:
-            self._warn(
+        plan = self._require_plan("end_task")
+        if plan.steps == 0:
+            self.warn_once(
                 "steps",
                 "The optimizer given to begin_task never stepped in this task, so the method could not act. "
                 "Is another optimizer object doing the steps? Give that one to begin_task.",
             )
-        self._end(batches, forward or self._forward)
-        self._leave()
-        assert self.task is not None
-        tensors = self.model.state_dict()
-        self._head_digests[self.task] = digest(tensors, self.heads.names(self.task, self.tasks))
-        self.task = None
+        self._finish_task(batches, forward or self._default_forward)
+        plan.detach()
+        self.plan = None
+        names = self.heads.tensor_names(plan.task, self.tasks)
+        self.knowledge.head_digests[plan.task] = digest_tensors(self.model.state_dict(), names)
 
     def loss(self, x: Any, output: Any) -> Tensor:
         """A term to add to the task's loss; 0 for methods that need none."""
@@ -248,60 +171,69 @@ class Method:
         """Look at the model as it was for `task` (gates, masks). A `MultiHead` tells by itself."""
         if task not in self.tasks:
             raise ValueError(f"Task {task!r} has not begun. Tasks so far: {', '.join(self.tasks) or 'none'}.")
-        self._viewed, before = task, self._viewed
+        self._viewed_task, before = task, self._viewed_task
         try:
             yield
         finally:
-            self._viewed = before
+            self._viewed_task = before
 
     def add_penalty_gradients(self) -> None:
         """Add the penalties' gradients now, before the loop clips gradients; the next step will not add them again."""
-        self._under_way("add_penalty_gradients")
-        for optimizer in self._optimizers:
-            hooks = _Hooks._of[optimizer]
+        for optimizer in self._require_plan("add_penalty_gradients").optimizers:
+            hooks = StepHooks.get(optimizer)
+            assert hooks is not None
             hooks.add_penalties(optimizer)
-            hooks.prepared = True
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the method knows: tensors and plain values. The model and optimizers are saved by the loop."""
+        """Knowledge and plan, as tensors and plain values. The loop saves the model and the optimizers."""
         return {
             "method": type(self).__name__,
             "settings": asdict(self.config),
-            "tasks": list(self.tasks),
-            "task": self.task,
-            "steps": self._steps,
-            "epochs": self._epochs,
-            "steps_per_epoch": self._steps_per_epoch,
-            "warned": sorted(self._warned),
-            "heads": dict(self._head_digests),
-            "rates": [[_number(rate) for rate in self._rates.get(id(o), [])] for o in self._optimizers],
+            "knowledge": self.knowledge.state_dict(),
+            "plan": None if self.plan is None else self.plan.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], *optimizers: Optimizer) -> None:
-        """Take up a saved state; in the middle of a task, hook the optimizers again.
+    def load_state_dict(self, state: Mapping[str, Any], *optimizers: Optimizer) -> None:
+        """Continue from a saved state; in the middle of a task, hook the optimizers again.
 
         The model must have its heads and its saved weights by now.
         """
         if state["method"] != type(self).__name__:
             raise ValueError(f"This is the state of {state['method']}, not of {type(self).__name__}.")
-        if state["task"] is not None:
+        plan = state["plan"]
+        if plan is not None:
             self._check_optimizers(optimizers)
-        mine, stored = asdict(self.config), state.get("settings", {})
-        if other := [key for key in mine if stored.get(key, mine[key]) != mine[key]]:
-            changes = ", ".join(f"{key} {stored[key]!r} → {mine[key]!r}" for key in other)
-            _warn_user(f"The state was saved with other settings: {changes}. What follows uses the new ones.")
-        self._leave()
-        self.tasks, self.task = list(state["tasks"]), state["task"]
-        self._steps, self._epochs, self._steps_per_epoch = state["steps"], state["epochs"], state["steps_per_epoch"]
-        self._warned, self._head_digests = set(state["warned"]), dict(state["heads"])
-        if self.task is not None:
-            self._join(optimizers)
-            self._rates = {id(o): rates for o, rates in zip(optimizers, state["rates"], strict=False) if rates}
+        own, stored = asdict(self.config), state["settings"]
+        if other := [key for key in own if stored.get(key, own[key]) != own[key]]:
+            changes = ", ".join(f"{key} {stored[key]!r} → {own[key]!r}" for key in other)
+            warn_user(f"The state was saved with other settings: {changes}. What follows uses the new ones.")
+        self._load_knowledge(state["knowledge"], None if plan is None else plan["task"])
+        if plan is not None:
+            self.plan = self.Plan(self, plan["task"], optimizers, plan["epochs"], plan["steps_per_epoch"])
+            self.plan.load_state_dict(plan)
+            self.plan.attach()
+            self.plan.build()
+
+    def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
+        """Replace the knowledge; `task` is the one under way in that state."""
+        self._drop_plan()
+        self.knowledge.load_state_dict(state, next(self.model.parameters()).device)
+
+    def cancel_task(self) -> None:
+        """Undo `begin_task`, as if it had not been called."""
+        if self.plan is not None:
+            self.plan.cancel()
+            self.plan = None
+        self.tasks.pop()
 
     def close(self) -> None:
-        """Take all hooks away and give back what was changed; the weights stay as they are."""
-        self._leave()
-        self.task = None
+        """Remove all hooks and give back what was changed; the weights stay as they are."""
+        self._drop_plan()
+
+    def _drop_plan(self) -> None:
+        if self.plan is not None:
+            self.plan.detach()
+            self.plan = None
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in asdict(self.config).items())
@@ -313,31 +245,34 @@ class Method:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What a method does; each is nothing here -------------------------------------------------------------------------
+    # What a method does beside its plan; each is nothing here --------------------------------------------------------
 
-    def _begin(self) -> None: ...
-    def _begun(self) -> None: ...
-    def _end_epoch(self) -> None: ...
-    def _end(self, batches: Iterable[Any], forward: Forward) -> None: ...
-    def _observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
-    def _add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
-    def _observe_total(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
-    def _observe_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
-    def _restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
-    def _proximal(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
+    def _prepare_task(self, task: str) -> None:
+        """Called when a new task begins, before its plan is made."""
 
-    # What it reports ------------------------------------------------------------------------------------------------
+    def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
+        """Turn the task that was learned into knowledge. An error leaves the task under way."""
+
+    # What it reports -------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """What the method holds between tasks: numbers by purpose, and `bytes` in all.
+        """What the method holds: numbers by purpose, and `bytes` in all; within a task also what its plan holds.
 
-        Every method reports these purposes, and its own where it has more.
+        Every method reports importances, anchors, masks and embeddings, and its own purposes where it has more.
         """
-        return {"importances": 0, "anchors": 0, "masks": 0, "embeddings": 0, "bytes": 0}
+        tensors = self.knowledge.held_tensors()
+        for purpose, more in self.plan.held_tensors().items() if self.plan is not None else ():
+            tensors[purpose] = [*tensors.get(purpose, []), *more]
+        counts = dict.fromkeys(("importances", "anchors", "masks", "embeddings"), 0)
+        for purpose, some in tensors.items():
+            if purpose in counts or some:
+                counts[purpose] = sum(t.numel() for t in some)
+        counts["bytes"] = sum(t.numel() * t.element_size() for some in tensors.values() for t in some)
+        return counts
 
     def statistics(self) -> dict[str, Any]:
         """Figures on the last task."""
-        return {}
+        return dict(self.knowledge.statistics)
 
     def certificate(self, probe: Tensor | None = None) -> Certificate:
         """What is certain at the end of the last task; `probe` is a batch to run the heads on as a second witness."""
@@ -345,40 +280,38 @@ class Method:
             raise RuntimeError(f"Task {self.task!r} is under way: a certificate is made after end_task.")
         if not self.tasks:
             raise RuntimeError("No task has been learned yet, so there is nothing to certify.")
-        claims = self._claims()
-        witness = None
-        if probe is not None:
-            witness = Probe.of(probe, self.outputs(probe), None)
-        names = {task: self.heads.names(task, self.tasks) for task in self.tasks}
+        claims = self._certified_claims()
+        outputs = None if probe is None else ProbeOutputs.from_outputs(probe, self.head_outputs(probe), None)
+        names = {task: self.heads.tensor_names(task, self.tasks) for task in self.tasks}
         tensors = self.model.state_dict()
         notes = list(claims.pop("notes", []))
-        if self.heads.shared:
+        if self.heads.is_shared:
             names, notes = {}, [*notes, "all tasks share one head, which every task trains"]
-        strayed = [task for task in names if digest(tensors, names[task]) != self._head_digests[task]]
+        digests = self.knowledge.head_digests
         return Certificate(
-            moved_heads=strayed,
+            moved_heads=[task for task in names if digest_tensors(tensors, names[task]) != digests[task]],
             method=type(self).__name__,
             task=self.tasks[-1],
             index=len(self.tasks) - 1,
-            heads={task: self._head_digests[task] for task in names},
+            heads={task: digests[task] for task in names},
             head_tensors=names,
             notes=notes,
-            probe=witness,
+            probe=outputs,
             **claims,
         )
 
-    def outputs(self, x: Tensor) -> dict[str, Tensor]:
-        """The output of every learned task's head on `x`, in eval mode; a dict head's parts are laid side by side."""
-        found = {}
-        with undisturbed(self.model):
+    def head_outputs(self, x: Tensor) -> dict[str, Tensor]:
+        """The output of every learned task's head on `x`, in eval mode; a dict head's parts are concatenated."""
+        outputs = {}
+        with preserve_model_state(self.model):
             for task in self.tasks:
                 with self.viewing(task):
-                    output = self._call(x, task)
+                    output = self.call_model(x, task)
                 parts = output.values() if isinstance(output, dict) else [output]
-                found[task] = torch.cat([part.flatten(1) for part in parts], 1)
-        return found
+                outputs[task] = torch.cat([part.flatten(1) for part in parts], 1)
+        return outputs
 
-    def _claims(self) -> dict[str, Any]:
+    def _certified_claims(self) -> dict[str, Any]:
         return {
             "kind": "held",
             "zero_rule": "off",
@@ -389,7 +322,37 @@ class Method:
             "moved": [],
         }
 
-    # Shared machinery -----------------------------------------------------------------------------------------------
+    # Shared machinery ------------------------------------------------------------------------------------------------
+
+    def call_model(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
+        """Run the model on `x` for `task`, as `Heads.call_model` does."""
+        return self.heads.call_model(x, task, self.tasks, model)
+
+    def task_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
+        default = self._viewed_task or self.task or (self.tasks[-1] if self.tasks else None)
+        return self.heads.task_of_call(args, kwargs, self.tasks, default)
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn the user, once for each `key` in the life of the method."""
+        if key not in self.knowledge.warned:
+            self.knowledge.warned.append(key)
+            warn_user(message)
+
+    def _default_forward(self, batch: Any) -> Any:
+        """What is differentiated by default: the cross-entropy on `(x, y)`, the output on `x`."""
+        assert self.task is not None
+        if isinstance(batch, tuple | list):
+            output = self.call_model(batch[0], self.task)
+            if len(batch) > 1 and isinstance(output, Tensor):
+                return F.cross_entropy(output, batch[1])
+            return output
+        return self.call_model(batch, self.task)
+
+    def _require_plan(self, seam: str) -> plans.Plan:
+        if self.plan is None:
+            raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
+        return self.plan
 
     def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
         if not optimizers:
@@ -397,206 +360,17 @@ class Method:
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"Expected a torch.optim optimizer, got {type(optimizer).__name__}.")
-        held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in self.model.parameters()):
+        trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        if not any(id(p) in trained for p in self.model.parameters()):
             raise ValueError("The optimizer holds none of the model's parameters. Was the model copied or moved since?")
 
-    def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
-        assert self.task is not None
-        self._optimizers = optimizers
-        self._add_head()
-        if not self.heads.shared:
-            self._hold_still(self.heads.others(self.task, self.tasks))
-        for optimizer in optimizers:
-            _Hooks.attach(optimizer, self)
 
-    def _add_head(self) -> None:
-        """Put the head's parameters into the optimizer that has heads already, or into the first group of the first."""
-        assert self.task is not None
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        held = {id(p) for group in groups for p in group["params"]}
-        missing = [p for p in self.heads.of(self.task, self.tasks).parameters() if id(p) not in held]
-        old = {id(p) for p in self.heads.parameters(self.tasks).values()}
-        home = next((group for group in groups if any(id(p) in old for p in group["params"])), groups[0])
-        home["params"].extend(missing)
-
-    def _hold_still(self, parameters: Iterable[nn.Parameter]) -> None:
-        others = [m for o in self._optimizers if o in _Hooks._of for m in _Hooks._of[o].methods if m is not self]
-        held = {id(p): required for method in others for p, required in method._requires}
-        for parameter in parameters:  # what another method holds still already was trained before
-            self._requires.append((parameter, held.get(id(parameter), parameter.requires_grad)))
-            parameter.requires_grad_(False)
-            parameter.grad = None
-            self._still.append(parameter)
-
-    def _leave(self) -> None:
-        for optimizer in self._optimizers:
-            _Hooks.detach(optimizer, self)
-        for parameter, required in self._requires:
-            parameter.requires_grad_(required)
-        self._optimizers, self._still, self._requires = (), [], []
-
-    def _count_step(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizers[0]:
-            self._steps += 1
-        self._rates[id(optimizer)] = [
-            rate.clone() if isinstance(rate, Tensor) else rate for rate in (g["lr"] for g in optimizer.param_groups)
-        ]
-
-    def _under_way(self, seam: str) -> None:
-        if self.task is None:
-            raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
-
-    def _warn(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            _warn_user(message)
-
-    def _call(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
-        """`model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task."""
-        model = model or self.model
-        _, *others = inspect.signature(self.model.forward).parameters.values()
-        if not any(p.name == "task" or p.default is p.empty for p in others if p.kind is p.POSITIONAL_OR_KEYWORD):
-            return model(x)
-        try:
-            return model(x, task)
-        except (TypeError, KeyError, IndexError):
-            if self.heads.listed:
-                return model(x, self.tasks.index(task))
-            raise
-
-    def _task_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
-        names = list(inspect.signature(self.model.forward).parameters)
-        place = names.index("task") if "task" in names else len(args)
-        named = args[place] if place < len(args) else kwargs.get("task")
-        if isinstance(named, str):
-            return named if named in self.tasks else None
-        return self._viewed or self.task or (self.tasks[-1] if self.tasks else None)
-
-    def _forward(self, batch: Any) -> Any:
-        """What is differentiated by default: the cross-entropy on `(x, y)`, the output on `x`."""
-        assert self.task is not None
-        if isinstance(batch, tuple | list):
-            output = self._call(batch[0], self.task)
-            if len(batch) > 1 and isinstance(output, Tensor):
-                return F.cross_entropy(output, batch[1])
-            return output
-        return self._call(batch, self.task)
-
-
-class NodeMethod(Method):
-    """A method that knows the model's nodes: builds the `NodeGraph`, from `example_input` or the first forward pass."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        example_input: Any = None,
-        heads: HeadPlace | None = None,
-        exclude: Sequence[str] = (),
-        excluded: Literal["freeze", "train"] = "freeze",
-        **settings: Any,
-    ) -> None:
-        super().__init__(model, heads=heads, **settings)
-        self._graph: NodeGraph | None = None
-        self._exclude, self._excluded = tuple(exclude), excluded
-        self._example = example_input
-        self._input: tuple[list[int], torch.dtype] | None = None  # shape and type of one sample, for the certificate
-        self._watch = self.model.register_forward_pre_hook(self._first_forward, with_kwargs=True)
-        self._watching = True
-        known = self.model.heads if isinstance(self.model, MultiHead) else not callable(heads)
-        if example_input is not None and known:
-            self._build(example_input)
-
-    @property
-    def graph(self) -> NodeGraph:
-        if self._graph is None:
-            raise RuntimeError(
-                "The NodeGraph is built at the first forward pass, or from example_input=; neither came yet."
-            )
-        return self._graph
-
-    def _begun(self) -> None:
-        self._watching = True
-        if self._graph is None and self._example is not None:
-            self._build(self._example)
-
-    def close(self) -> None:
-        super().close()
-        self._watch.remove()
-
-    def _join(self, optimizers: tuple[Optimizer, ...]) -> None:
-        super()._join(optimizers)
-        if self._excluded == "freeze":
-            self._hold_still(p for name in self._exclude for p in self.model.get_submodule(name).parameters())
-
-    def _first_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Build the graph at the model's first forward pass; find the new head's columns at each task's first."""
-        if not self._watching or self.task is None or torch.is_inference_mode_enabled():
-            return  # what is made in inference mode could not be trained with
-        arguments = inspect.signature(self.model.forward).bind(*args, **kwargs).args
-        if self._graph is None:
-            self._build(arguments)
-        elif not self._head_known():
-            with self._looking_away():
-                self._graph.read_head(arguments, self.tasks)
-        self._watching = not self._head_known()
-
-    @contextmanager
-    def _looking_away(self) -> Iterator[None]:
-        """While the graph is measured, its own forward passes are not the loop's."""
-        self._watching, before = False, self._watching
-        try:
-            yield
-        finally:
-            self._watching = before
-
-    def _forward(self, batch: Any) -> Any:
-        """Activations are all that is measured: no labels are needed."""
-        assert self.task is not None
-        return self._call(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
-
-    def _head_known(self) -> bool:
-        assert self.task is not None
-        return self.graph.knows(self.heads.of(self.task, self.tasks))
-
-    def _build(self, example: Any) -> None:
-        with self._looking_away():
-            self._graph = NodeGraph(
-                self.model,
-                example,
-                heads=self.heads.place,
-                exclude=self._exclude,
-                excluded=self._excluded,
-                tasks=self.tasks,
-            )
-        first = example[0] if isinstance(example, tuple) else example
-        if isinstance(first, Tensor):
-            self._input = (list(first.shape[1:]), first.dtype)
-        self._example = None
-        self._graph_built()
-
-    def _graph_built(self) -> None: ...
-
-    def certificate(self, probe: Tensor | None = None) -> Certificate:
-        """As `Method.certificate`; without a `probe`, 16 random inputs drawn from a seed are the witness."""
-        made = super().certificate(probe)
-        if probe is not None or self._input is None or not self._input[1].is_floating_point:
-            return made
-        shape, seed = [16, *self._input[0]], 0
-        place = next(self.model.parameters())
-        batch = Probe.draw(shape, seed).to(place.device, self._input[1])
-        object.__setattr__(made, "probe", Probe.of(batch, self.outputs(batch), seed))
-        return made
-
-
-def _bare(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model behind DistributedDataParallel or torch.compile; FSDP is refused."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return _bare(model.module)
+        return unwrap_model(model.module)
     if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        return _bare(inner)
+        return unwrap_model(inner)
     sharded = any("FullyShardedDataParallel" in type(m).__name__ for m in model.modules())
     if sharded or any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise NotImplementedError(
@@ -606,11 +380,7 @@ def _bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def _number(rate: float | Tensor) -> float:
-    return float(rate)
-
-
-def _warn_user(message: str) -> None:
+def warn_user(message: str) -> None:
     """Warn at the line of the caller's own code that led here, not at one of this package or of torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("agscl", "torch"):

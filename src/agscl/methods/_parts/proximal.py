@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["gradients", "group_norms", "pull", "shrink"]
+__all__ = ["group_norms", "norm_gradients", "pull", "shrink"]
 
 
 @torch.no_grad()
 def shrink(rows: Sequence[Tensor], thresholds: Tensor, members: Tensor | None = None) -> list[Tensor]:
     """`(1 − threshold/‖θ‖)₊ · θ` per group: +0.0 where ‖θ‖ ≤ threshold, the row's own bits where threshold is 0."""
-    wide = [_wide(row) for row in rows]
-    factors = _factors(group_norms(wide, members), thresholds, wide, members)
+    wide = [_upcast_half(row) for row in rows]
+    factors = _shrink_factors(group_norms(wide, members), thresholds, wide, members)
     shrunk = torch._foreach_mul(wide, factors)
     return [
         new.masked_fill_(factor == 0, 0.0).to(row.dtype) for row, factor, new in zip(rows, factors, shrunk, strict=True)
@@ -38,9 +38,9 @@ def pull(
 
     Where ‖θ − anchor‖ ≤ threshold the result is the anchor's own bits; where threshold is 0, the row's.
     """
-    wide, targets = [_wide(row) for row in rows], [_wide(anchor) for anchor in anchors]
+    wide, targets = [_upcast_half(row) for row in rows], [_upcast_half(anchor) for anchor in anchors]
     away = torch._foreach_sub(wide, targets)
-    factors = _factors(group_norms(away, members), thresholds, wide, members)
+    factors = _shrink_factors(group_norms(away, members), thresholds, wide, members)
     moved = torch._foreach_add(targets, torch._foreach_mul(away, factors))
     return [
         torch.where(factor == 0, anchor, torch.where(factor == 1, row, new.to(row.dtype)))
@@ -62,21 +62,21 @@ def group_norms(rows: Sequence[Tensor], members: Tensor | None = None) -> Tensor
 
 
 @torch.no_grad()
-def gradients(away: Sequence[Tensor], strengths: Tensor, members: Tensor | None = None) -> list[Tensor]:
+def norm_gradients(away: Sequence[Tensor], strengths: Tensor, members: Tensor | None = None) -> list[Tensor]:
     """Gradient of `strength · ‖away‖` per group, 0 at the origin: what the operators replace."""
     norms = group_norms(away, members)
-    factors = _spread(torch.where(norms > 0, strengths / norms, 0.0), away, members)
+    factors = _expand_to_rows(torch.where(norms > 0, strengths / norms, 0.0), away, members)
     return list(torch._foreach_mul(list(away), factors))
 
 
-def _factors(norms: Tensor, thresholds: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
+def _shrink_factors(norms: Tensor, thresholds: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
     """γ of every row."""
     thresholds = thresholds.to(norms)
     kept = torch.where((norms <= thresholds) | thresholds.isinf(), 0.0, 1 - thresholds / norms)  # inf: also from NaN
-    return _spread(torch.where(thresholds == 0, 1.0, kept), rows, members)
+    return _expand_to_rows(torch.where(thresholds == 0, 1.0, kept), rows, members)
 
 
-def _spread(values: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
+def _expand_to_rows(values: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
     """(groups,) values to the groups' rows: one tensor (n, 1, …) per tensor of `rows`, in its dtype."""
     kinds = {row.dtype for row in rows}
     values = values.to(kinds.pop()) if len(kinds) == 1 else values  # once for all
@@ -90,7 +90,7 @@ def _spread(values: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> l
     return [part.to(row.dtype).view(-1, *[1] * (row.dim() - 1)) for part, row in zip(parts, rows, strict=True)]
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _upcast_half(tensor: Tensor) -> Tensor:
     """Half-precision rows are worked on in float32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 

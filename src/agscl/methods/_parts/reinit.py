@@ -13,42 +13,42 @@ from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 
-__all__ = ["choose", "refresh"]
+__all__ = ["choose_groups", "reinitialise_"]
 
 
-def choose(
-    graph: NodeGraph, free: Tensor, share: float, draws: torch.Generator, needed: Tensor | None = None
+def choose_groups(
+    graph: NodeGraph, free: Tensor, share: float, generator: torch.Generator, needed: Tensor | None = None
 ) -> Tensor:
     """A random share of each layer's free groups, n − ⌊n(1−share)⌋ of n, but no more than are `needed` there."""
     chosen = torch.zeros_like(free)
-    for here in graph.in_first_layer():
+    for here in graph.groups_by_layer():
         candidates = (here & free).nonzero().flatten()
         count = len(candidates) - math.floor(len(candidates) * (1 - share))
         if needed is not None:
             count = min(count, int((here & needed).sum()))
-        chosen[candidates[torch.randperm(len(candidates), generator=draws)[:count]]] = True
+        chosen[candidates[torch.randperm(len(candidates), generator=generator)[:count]]] = True
     return chosen
 
 
 @torch.no_grad()
-def refresh(
+def reinitialise_(
     graph: NodeGraph,
     chosen: Tensor,
-    draws: torch.Generator,
+    generator: torch.Generator,
     optimizers: Iterable[Optimizer],
     start: Sequence[Tensor] = (),
 ) -> None:
     """Give the chosen groups fresh weights, BatchNorm statistics and optimizer moments.
 
-    Weights come from each layer's own initialiser, or from `start`: a tensor for each of `graph.parameters()`.
+    Weights come from each layer's own initialiser, or from `start`: a tensor for each of `graph.incoming_parameters()`.
     """
     given = iter(start)
-    for owner in graph.owners:
-        rows = chosen[owner.groups].nonzero().flatten()
-        twin = _twin(owner.module, int(torch.randint(2**62, (1,), generator=draws)))
-        for key, parameter in owner.module.named_parameters(recurse=False):
+    for holder in graph.incoming_modules:
+        rows = chosen[holder.groups].nonzero().flatten()
+        fresh_layer = _make_fresh_layer(holder.module, int(torch.randint(2**62, (1,), generator=generator)))
+        for key, parameter in holder.module.named_parameters(recurse=False):
             where = rows.to(parameter.device)
-            fresh = next(given) if start else twin.get_parameter(key).to(parameter.device)
+            fresh = next(given) if start else fresh_layer.get_parameter(key).to(parameter.device)
             if not parameter.requires_grad:
                 continue
             parameter.index_copy_(0, where, fresh.detach().index_select(0, where))
@@ -56,21 +56,21 @@ def refresh(
                 for moment in optimizer.state.get(parameter, {}).values():
                     if isinstance(moment, Tensor) and moment.shape == parameter.shape:
                         moment.index_fill_(0, where, 0.0)  # stale momentum would move fresh weights
-        if isinstance(owner.module, _BatchNorm):
+        if isinstance(holder.module, _BatchNorm):
             for key in ("running_mean", "running_var"):
-                buffer = owner.module.get_buffer(key)
-                buffer.index_copy_(0, rows.to(buffer.device), twin.get_buffer(key)[rows].to(buffer.device))
+                buffer = holder.module.get_buffer(key)
+                buffer.index_copy_(0, rows.to(buffer.device), fresh_layer.get_buffer(key)[rows].to(buffer.device))
 
 
-def _twin(module: nn.Module, seed: int) -> nn.Module:
+def _make_fresh_layer(module: nn.Module, seed: int) -> nn.Module:
     """A copy of one layer with freshly initialised weights, on the CPU."""
-    twin = copy.copy(module)
-    twin._parameters = {
+    fresh_layer = copy.copy(module)
+    fresh_layer._parameters = {
         key: None if p is None else nn.Parameter(torch.empty_like(p, device="cpu"))
         for key, p in module._parameters.items()
     }
-    twin._buffers = {key: None if b is None else b.detach().cpu().clone() for key, b in module._buffers.items()}
+    fresh_layer._buffers = {key: None if b is None else b.detach().cpu().clone() for key, b in module._buffers.items()}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that would seed the GPUs too
-        twin.reset_parameters()  # type: ignore[operator]
-    return twin
+        fresh_layer.reset_parameters()  # type: ignore[operator]
+    return fresh_layer

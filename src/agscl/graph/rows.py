@@ -1,0 +1,141 @@
+"""The incoming weights of some groups of nodes, wherever they lie, gathered as rows and scattered back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from agscl.graph.nodes import NodeGraph
+
+__all__ = ["FlatRows", "Rows", "make_rows"]
+
+
+class Rows:
+    """All rows of some groups' incoming weights, wherever they lie, as the proximal operators take them.
+
+    `groups` are their numbers, `members` (groups, m) their rows counted through all tensors laid end to end.
+    """
+
+    def __init__(self, graph: NodeGraph, chosen: Tensor) -> None:
+        chosen = chosen.cpu()
+        self.groups = chosen.nonzero().flatten()
+        place = torch.full((graph.size,), -1).masked_scatter_(chosen, torch.arange(len(self.groups)))
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self.index: list[Tensor] = []
+        owners = []
+        for name, parameter, groups in graph.incoming_parameters():
+            mine = chosen[groups].nonzero().flatten()
+            if len(mine):
+                self.names.append(name)
+                self.parameters.append(parameter)
+                self.index.append(mine.to(parameter.device))
+                owners.append(place[groups[mine]])
+        owner = torch.cat(owners) if owners else torch.empty(0, dtype=torch.int64)
+        order = owner.argsort(stable=True)
+        counts = torch.bincount(owner, minlength=len(self.groups))
+        rank = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner[order]]
+        members = torch.full((len(self.groups), int(counts.max()) if len(counts) else 0), len(owner))
+        members[owner[order], rank] = order
+        device = self.parameters[0].device if self.parameters else None
+        self.members, self.groups = members.to(device), self.groups.to(device)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of the same groups that were taken by a `Rows`, as `scatter_` wants them."""
+        return list(rows)
+
+    def gather(self) -> list[Tensor]:
+        """Copies of the rows, one tensor per parameter."""
+        return [p.detach().index_select(0, index) for p, index in zip(self.parameters, self.index, strict=True)]
+
+    @torch.no_grad()
+    def scatter_(self, rows: Sequence[Tensor]) -> None:
+        """Write rows back, but for what the user has frozen."""
+        for parameter, index, new in zip(self.parameters, self.index, rows, strict=True):
+            if parameter.requires_grad:
+                parameter.index_copy_(0, index, new)
+
+
+class FlatRows(Rows):
+    """The same rows with all their numbers laid end to end, as one tensor: fewer kernels for a GPU to launch.
+
+    `gather` gives that tensor alone, (numbers,), and `members` (groups, m) counts numbers, not rows.
+    """
+
+    MAX_NUMBERS = 2**23
+    """Numbers of members, which take eight bytes each."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.groups, self.names, self.parameters, self.index = rows.groups, rows.names, rows.parameters, rows.index
+        self._numels = [parameter.numel() for parameter in self.parameters]
+        self._channels_last = [
+            _is_channels_last(parameter) for parameter in self.parameters
+        ]  # whatever they may become
+        positions, widths, offset = [], [], 0
+        for parameter, index in zip(self.parameters, self.index, strict=True):
+            width = parameter[0].numel()
+            widths.append(torch.full((len(index),), width))
+            positions.append(((offset + index * width)[:, None] + torch.arange(width, device=index.device)).flatten())
+            offset += parameter.numel()
+        self._positions = torch.cat(positions)
+        wide = torch.cat([*widths, torch.zeros(1, dtype=torch.long)])  # of each row; 0 where a group has no more
+        first = wide.cumsum(0) - wide
+        blocks = []
+        for row in rows.members.unbind(1):
+            of_row, start = (part.to(row.device)[row][:, None] for part in (wide, first))
+            along = torch.arange(int(of_row.max()), device=row.device)
+            blocks.append(torch.where(along < of_row, start + along, len(self._positions)))
+        self.members = torch.cat(blocks, 1)
+
+    @classmethod
+    def supports(cls, rows: Rows) -> bool:
+        """Whether there are some and not too many, of one kind, each without gaps in memory."""
+        parameters = rows.parameters
+        widest = sum(parameter[0].numel() for parameter in parameters)
+        alike = len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
+        dense = all(parameter.is_contiguous() or _is_channels_last(parameter) for parameter in parameters)
+        return alike and dense and len(rows) * widest <= cls.MAX_NUMBERS
+
+    def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        return [self._concat(rows)] if rows else []
+
+    def gather(self) -> list[Tensor]:
+        return [self._concat(self.parameters)[self._positions]]
+
+    @torch.no_grad()
+    def scatter_(self, rows: Sequence[Tensor]) -> None:
+        whole = self._concat(self.parameters)
+        whole[self._positions] = rows[0]
+        news = whole.split(self._numels)
+        moved = [parameter.requires_grad for parameter in self.parameters]
+        mine = list(itertools.compress(self._in_memory_order(self.parameters), moved))
+        if mine:
+            theirs = itertools.compress(news, moved)
+            torch._foreach_copy_(mine, [new.view(one.shape) for new, one in zip(theirs, mine, strict=True)])
+
+    def _concat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A copy of whole parameters, or of rows of each."""
+        return torch.cat([tensor.reshape(-1) for tensor in self._in_memory_order(tensors)])
+
+    def _in_memory_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views of them with dimensions in the order in which the parameters lay in memory."""
+        pairs = zip(tensors, self._channels_last, strict=True)
+        return [tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach() for tensor, last in pairs]
+
+
+def make_rows(graph: NodeGraph, chosen: Tensor) -> Rows:
+    """The rows of the `chosen` (groups,) groups: flat on a GPU, where fewer kernels are worth more memory."""
+    rows = Rows(graph, chosen)
+    on_gpu = bool(rows.parameters) and rows.parameters[0].is_cuda
+    return FlatRows(rows) if on_gpu and FlatRows.supports(rows) else rows
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    dense = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return dense and not tensor.is_contiguous()

@@ -1,0 +1,89 @@
+"""Digests of every group of nodes: what changed during a task, and what a certificate says of it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from agscl.certificate import NEVER, Layout, digest_groups
+from agscl.graph.nodes import NodeGraph
+
+__all__ = ["DIGEST_BYTES", "GroupDigests", "count_nodes"]
+
+DIGEST_BYTES = 16
+
+
+class GroupDigests:
+    """Sixteen bytes per group, taken when a task ends, instead of a copy of the weights to compare with."""
+
+    saved: ClassVar[tuple[str, ...]] = ("weights", "rows", "unmoved", "moved")
+
+    def __init__(self, graph: NodeGraph) -> None:
+        self.model = graph.model
+        self.layout = Layout(
+            size=graph.size,
+            parameters={name: groups.tolist() for name, _, groups in graph.incoming_parameters()},
+            statistics={
+                f"{norm.name}.{key}": norm.groups.tolist()
+                for norm in graph.norms.values()
+                for key in ("running_mean", "running_var")
+            },
+            readers={
+                f"{name}.weight": graph.readers[name].source_groups().flatten(1).tolist()
+                for name in graph.layers
+                if name in graph.readers
+            },
+        )
+        self.unmoved: list[int] = []  # groups important before the last task that it left alone
+        self.moved: list[int] = []  # and those that it changed
+        self.update()
+
+    def update(self) -> None:
+        """Take the digests to compare the next task's end with: of weights, and of these with BatchNorm statistics."""
+        self.weights, self.rows = self._compute()
+
+    def compare(self, important: Tensor) -> Tensor:
+        """(groups,) whether a group's weights changed since `update`; notes which important groups moved."""
+        weights, rows = self._compute()
+        same = torch.tensor([old == new for old, new in zip(self.rows, rows, strict=True)])
+        self.unmoved = (important.cpu() & same).nonzero().flatten().tolist()
+        self.moved = (important.cpu() & ~same).nonzero().flatten().tolist()
+        return torch.tensor([old != new for old, new in zip(self.weights, weights, strict=True)])
+
+    def _compute(self) -> tuple[list[str], list[str]]:
+        tensors, layout = self.model.state_dict(), self.layout
+        weights = digest_groups(tensors, layout.parameters, layout.size)
+        return weights, digest_groups(tensors, layout.rows, layout.size) if layout.statistics else weights
+
+    @property
+    def bytes(self) -> int:
+        return DIGEST_BYTES * self.layout.size * (2 if self.layout.statistics else 1)
+
+    def make_claims(self, first_task: Tensor) -> dict[str, Any]:
+        """What a certificate says of the groups; `first_task` is the task each became important in."""
+        first = first_task.tolist()
+        return {
+            "layout": self.layout,
+            "first": first,
+            "digests": [None if task == NEVER else digest for digest, task in zip(self.rows, first, strict=True)],
+            "held": self.unmoved,
+            "moved": self.moved,
+        }
+
+
+def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:
+    """Figures on a task, from (groups,) masks: free nodes after it, important ones before it, changed ones."""
+    size, count = len(free), int(free.sum())
+    unchanged, frozen = int((~changed).sum()), int((~changed & important_before.cpu()).sum())
+    return {
+        "nodes": size,
+        "free": count,
+        "sparsity": count / size,
+        "unchanged": unchanged,
+        "used_capacity": unchanged / size,
+        "important_before": int(important_before.sum()),
+        "frozen": frozen,
+        "frozen_capacity": frozen / size,
+    }

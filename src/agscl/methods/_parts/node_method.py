@@ -1,0 +1,142 @@
+"""`NodeMethod`: a method that knows the model's nodes, from a `NodeGraph` built when the method is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from agscl.certificate import Certificate, ProbeOutputs
+from agscl.graph.nodes import NodeGraph
+from agscl.heads import HeadPlace
+from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.plan import Plan
+
+__all__ = ["NodeMethod", "NodePlan"]
+
+PROBE_SIZE, PROBE_SEED = 16, 0
+"""Random inputs on which a certificate keeps the outputs of all heads."""
+
+
+class NodePlan(Plan):
+    """A plan that knows the nodes; it keeps excluded modules frozen."""
+
+    method: NodeMethod
+
+    @property
+    def graph(self) -> NodeGraph:
+        return self.method.graph
+
+    def attach(self) -> None:
+        super().attach()
+        graph = self.graph
+        if graph.excluded == "freeze":
+            inside = {id(p): p for name in graph.exclude for p in graph.model.get_submodule(name).parameters()}
+            self.freeze(inside.values())
+
+
+class NodeMethod(Method):
+    """A method that knows the model's nodes.
+
+    `example_input` is a batch of inputs, as the model takes them (a tuple for several arguments), or a `NodeGraph` of
+    the model. `exclude` and `excluded` are those of `NodeGraph`. The graph is built at once; where the model can be run
+    only once a task has a name (`heads` is a function of the task, or a list), when the first task begins.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_input: Any = None,
+        *,
+        heads: HeadPlace | None = None,
+        exclude: Sequence[str] = (),
+        excluded: Literal["freeze", "train"] = "freeze",
+        **settings: Any,
+    ) -> None:
+        if example_input is None:
+            raise TypeError(
+                f"{type(self).__name__} must know the network's nodes: give a batch of inputs, "
+                f"{type(self).__name__}(model, example_input), or a NodeGraph."
+            )
+        graph = example_input if isinstance(example_input, NodeGraph) else None
+        if heads is None and graph is not None and graph.heads is not None:
+            heads = graph.heads.place
+        super().__init__(model, heads=heads, **settings)
+        if graph is not None and graph.model is not self.model:
+            raise ValueError("The NodeGraph is of another model: build it on the one given to the method.")
+        self._graph = graph
+        self._graph_options: dict[str, Any] = {"exclude": tuple(exclude), "excluded": excluded}
+        self._example_input = example_input if graph is None else None
+        if graph is not None:
+            self._init_nodes()
+        elif self._knows_call(example_input):
+            self._build_graph()
+
+    def _knows_call(self, example_input: Any) -> bool:
+        """Whether it is known, before the first task begins, how to run the model and where its heads are."""
+        heads, count = self.heads, len(example_input) if isinstance(example_input, tuple) else 1
+        if callable(heads.place):
+            return False
+        names_task = heads.task_position is None or count > heads.task_position
+        return heads.place is None or names_task or bool(heads.existing_tasks)
+
+    @property
+    def graph(self) -> NodeGraph:
+        if self._graph is None:
+            raise RuntimeError("The NodeGraph is built when the first task begins: its heads are not known before.")
+        return self._graph
+
+    def _build_graph(self) -> None:
+        self._graph = NodeGraph(
+            self.model, self._example_input, heads=self.heads.place, tasks=self.tasks, **self._graph_options
+        )
+        self._example_input = None
+        self._init_nodes()
+
+    def _init_nodes(self) -> None:
+        """Size the knowledge by the graph, which has just been built."""
+
+    @property
+    def _node_device(self) -> torch.device:
+        return next(parameter.device for _, parameter, _ in self.graph.incoming_parameters())
+
+    def _prepare_task(self, task: str) -> None:
+        if self._graph is None:
+            self._build_graph()
+        self.graph.trace_head(task, self.tasks)
+
+    def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
+        self._drop_plan()
+        self.knowledge.tasks = list(state["tasks"])
+        if self._graph is None and self.tasks:
+            self._build_graph()
+        if self._graph is not None:
+            self._check_size(state)
+            for learned in self.tasks:
+                self.graph.trace_head(learned, self.tasks)
+        super()._load_knowledge(state, task)
+
+    def _check_size(self, state: Mapping[str, Any]) -> None:
+        """Raise where a state is of a network with another number of groups."""
+
+    def _refuse_size(self, count: int) -> None:
+        if count not in (0, self.graph.size):
+            raise ValueError(f"The state is of a network with {count} groups of nodes; this one has {self.graph.size}.")
+
+    def _default_forward(self, batch: Any) -> Any:
+        """Activations are all that is measured: no labels are needed."""
+        assert self.task is not None
+        return self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
+
+    def certificate(self, probe: Tensor | None = None) -> Certificate:
+        """As `Method.certificate`; without a `probe`, 16 random inputs drawn from a seed are the second witness."""
+        certificate = super().certificate(probe)
+        example = self.graph.example[0]
+        if probe is None and isinstance(example, Tensor) and example.is_floating_point():
+            device = next(self.model.parameters()).device
+            batch = ProbeOutputs.draw_batch([PROBE_SIZE, *example.shape[1:]], PROBE_SEED).to(device, example.dtype)
+            outputs = ProbeOutputs.from_outputs(batch, self.head_outputs(batch), PROBE_SEED)
+            object.__setattr__(certificate, "probe", outputs)
+        return certificate

@@ -1,0 +1,114 @@
+"""What SI and RWALK share: they follow the path of the weights, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from agscl.methods._parts.penalties import Tensors, WeightMethod, WeightPlan
+
+__all__ = ["PathMethod", "PathPlan"]
+
+
+class Step(NamedTuple):
+    """What was observed before a step, of each weight with a gradient."""
+
+    parameters: list[Tensor]
+    before: list[Tensor]
+    gradients: list[Tensor]
+    tables: list[list[Tensor]]
+
+
+class PathPlan(WeightPlan):
+    """Observes, at each step, the gradient there and the step that was taken."""
+
+    method: PathMethod
+    acts_in_first_task = True
+    saved: ClassVar[tuple[str, ...]] = ("path",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.path: Tensors = {}  # what is summed up along the path of this task
+        self._steps: dict[int, Step] = {}  # per optimizer, observed and not taken yet
+        self._buffers: tuple[Tensors, Tensors] = ({}, {})  # weights before a step, and gradients
+
+    def build(self) -> None:
+        protected = self.method.find_protected()
+        self._buffers = (
+            {name: torch.empty_like(p) for name, p in protected.items()},
+            {name: torch.empty_like(p) for name, p in protected.items()},
+        )
+        super().build()
+
+    def add_weights(self, protected: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in protected.items():
+            if name not in self.path:
+                self.path[name] = torch.zeros_like(parameter)
+        super().add_weights(protected)
+
+    def tables(self) -> list[Mapping[str, Tensor] | None]:
+        return [*super().tables(), *self._buffers, *self.path_tables()]
+
+    def path_tables(self) -> list[Mapping[str, Tensor]]:
+        """What is integrated along the path."""
+        return [self.path]
+
+    def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        super().observe_gradients(optimizer, scale)
+        if self.method.path_gradient == "task":
+            self._observe(optimizer, scale)
+
+    def observe_total(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        if self.method.path_gradient == "total":
+            self._observe(optimizer, scale)
+
+    def _observe(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        """Remember where the weights are, and the gradient there."""
+        selected = self.protected_by(optimizer).select_with_gradient()
+        gradients, parameters, (_, _, before, kept, *tables) = selected
+        number = self.optimizers.index(optimizer)
+        self._steps.pop(number, None)
+        if not gradients:
+            return
+        assert before is not None
+        assert kept is not None
+        torch._foreach_copy_(before, parameters)
+        torch._foreach_copy_(kept, gradients)
+        if scale is not None:
+            torch._foreach_div_(kept, scale)
+        self._steps[number] = Step(parameters, before, kept, [table for table in tables if table is not None])
+
+    def observe_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
+        step = self._steps.pop(self.optimizers.index(optimizer), None)
+        if step is None:
+            return
+        parameters, back, gradients, tables = step
+        if skipped is not None:  # on overflow nothing moved, and the gradients are not finite
+            skipped = skipped.reshape(()) > 0
+            for gradient in gradients:
+                gradient.masked_fill_(skipped, 0.0)
+        torch._foreach_sub_(back, parameters)
+        self.integrate(gradients, back, skipped, *tables)
+
+    def integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *tables: Any) -> None:
+        """Add one step to the path: `back` is −Δθ, `skipped` whether the optimizer left it out."""
+        raise NotImplementedError
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return {"importances": list(self.path.values())}
+
+
+class PathMethod(WeightMethod):
+    """A weight-wise method whose importances come from the path of the weights, not from data."""
+
+    Plan: ClassVar[type[PathPlan]] = PathPlan
+    plan: PathPlan | None
+
+    @property
+    def path_gradient(self) -> str:
+        """The gradient that is followed: of the task's loss alone, or the total that the optimizer gets."""
+        return str(self.config.gradient)  # type: ignore[attr-defined]

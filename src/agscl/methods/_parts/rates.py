@@ -1,0 +1,75 @@
+"""The learning rate in force for every node, whatever optimizer and parameter group its layer is in."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from agscl.graph.nodes import NodeGraph
+
+__all__ = ["LayerRates"]
+
+
+class LayerRates:
+    """Per optimizer and group, the mean rate of the steps since the last `restart`; the last one until a step comes."""
+
+    saved: ClassVar[tuple[str, ...]] = ("means", "counts")
+
+    def __init__(self, graph: NodeGraph, optimizers: tuple[Optimizer, ...]) -> None:
+        self.graph, self.optimizers = graph, optimizers
+        self.means: list[list[float | Tensor]] = [[] for _ in optimizers]
+        self.counts = [0] * len(optimizers)  # steps in each mean
+        place = {
+            id(p): (number, group_number)
+            for number, optimizer in enumerate(optimizers)
+            for group_number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        self._places = {name: place.get(id(layer.weight)) for name, layer in graph.layers.items()}
+        first = next((found[0] for found in self._places.values() if found), 0)
+        self.main = optimizers[first]
+        """The optimizer that trains the first layer: its steps are counted."""
+        self.untrained = [name for name, found in self._places.items() if found is None]
+        """Layers whose weights no optimizer holds."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return next(iter(self.graph.layers.values())).weight.is_cuda
+
+    def record(self, optimizer: Optimizer) -> None:
+        """Note the rates of a step. In a captured step, which counts nothing, the last rate is kept."""
+        number = self.optimizers.index(optimizer)
+        rates = [_copy_rate(group["lr"]) for group in optimizer.param_groups]
+        capturing = isinstance(rates[0], Tensor) and rates[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        self.counts[number] += 1
+        before = self.means[number]
+        if self.counts[number] > 1 and len(before) == len(rates) and not capturing:
+            rates = [mean + (rate - mean) / self.counts[number] for mean, rate in zip(before, rates, strict=True)]
+        self.means[number] = rates
+
+    def restart(self) -> None:
+        """Let the next step begin a new mean."""
+        self.counts[:] = [0] * len(self.counts)
+
+    def per_group(self) -> float | Tensor:
+        """One rate for all where the layers agree, else (groups,)."""
+        by_layer: dict[str, float | Tensor] = {}
+        for name, place in self._places.items():
+            means = self.means[place[0]] if place else []
+            by_layer[name] = means[place[1]] if means and place else 0.0
+        first, *rest = by_layer.values()
+        if all(rate is first or (isinstance(rate, float) and rate == first) for rate in rest):
+            return first
+        weight = next(iter(self.graph.layers.values())).weight
+        alpha = torch.zeros(self.graph.size, device=weight.device)
+        for name, rate in by_layer.items():  # coupled layers with different rates: the largest
+            groups = self.graph.layers[name].groups.to(alpha.device)
+            alpha[groups] = torch.maximum(alpha[groups], torch.ones_like(alpha[groups]) * rate)
+        return alpha
+
+
+def _copy_rate(rate: float | Tensor) -> float | Tensor:
+    return rate.clone() if isinstance(rate, Tensor) else rate

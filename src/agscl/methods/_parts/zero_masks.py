@@ -1,0 +1,64 @@
+"""(I.1) Weights that are zero because their source became important later than the node they lead to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from agscl.certificate import NEVER
+from agscl.graph.nodes import NodeGraph
+from agscl.system.bitwise import as_bits, mask_bits_
+
+__all__ = ["ZeroMasks", "zero_columns_"]
+
+ZeroRule = Literal["paper", "while_free", "off"]
+
+
+class ZeroMasks:
+    """Per node layer, the weights whose source node became important later than the node of their row.
+
+    `rule` "paper" compares the tasks in which the two became important; "while_free" masks only sources that are still
+    free; "off" masks nothing. One mask per weight is made here and dropped with the plan; between tasks one integer
+    per group, `first_task`, decides.
+    """
+
+    def __init__(self, graph: NodeGraph, first_task: Tensor, rule: ZeroRule) -> None:
+        self._masks: list[tuple[nn.Parameter, Tensor]] = []
+        self._kept_bits: list[Tensor] = []  # on a GPU: 1 where a weight is kept, as whole numbers
+        if rule == "off":
+            return
+        first = torch.cat([first_task, first_task.new_tensor([-1])])  # -1: the column reads no node
+        sources = first if rule == "paper" else torch.where(first == NEVER, NEVER, -1)
+        for name, layer in graph.layers.items():
+            if reader := graph.readers.get(name):
+                rows = first[layer.groups.to(first.device)].view(-1, *[1] * (layer.weight.dim() - 1))
+                later = sources[reader.source_groups().to(first.device)] > rows
+                if bool(later.any()):
+                    self._masks.append((layer.weight, torch.empty_like(layer.weight, dtype=torch.bool).copy_(later)))
+        if uses_bits(first_task) and len({weight.dtype for weight, _ in self._masks}) == 1:
+            self._kept_bits = [(~later).to(as_bits(weight).dtype) for weight, later in self._masks]
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Set the masked weights to exactly 0."""
+        if self._kept_bits:
+            mask_bits_([weight for weight, _ in self._masks], self._kept_bits)
+            return
+        for weight, later in self._masks:
+            weight.masked_fill_(later, 0.0)
+
+
+def uses_bits(tensor: Tensor) -> bool:
+    """Whether one kernel over all weights' bits is worth the memory of another mask: on a GPU."""
+    return tensor.is_cuda
+
+
+@torch.no_grad()
+def zero_columns_(graph: NodeGraph, free: Tensor, readers: list[str]) -> None:
+    """Set to 0 all that the named layers read of `free` (groups,) groups."""
+    free = torch.cat([free, torch.zeros_like(free[:1])])  # the last: columns that read no node
+    for name in readers:
+        reader = graph.readers[name]
+        reader.weight.masked_fill_(free[reader.source_groups().to(free.device)], 0.0)
