@@ -266,3 +266,46 @@ def test_graphs_are_released_where_training_fails(monkeypatch):
     with pytest.raises(TrainingFailed):
         finish(trainer)
     assert released == [1]
+
+
+class RecordingRunner(GraphRunner):
+    """As on a GPU, but that a graph is the work itself; records what was run, captured and replayed."""
+
+    def __init__(self, engine):
+        super().__init__(engine.trainer.device, before_capture=engine._drop_gradients)
+        self.stream, self.log = object(), []
+
+    def on_stream(self):
+        return nullcontext()
+
+    def run(self, key, work, may_capture=True):
+        before = len(self.log)
+        super().run(key, work, may_capture)
+        self.log[before:] = [(key, self.log[-1] if len(self.log) > before else "warm-up")]
+
+    def _capture(self, work):
+        self.before_capture()
+        return SimpleNamespace(replay=lambda: (work(), self.log.append("replay")))
+
+    def release(self):
+        self.graphs.clear()
+
+
+@pytest.mark.parametrize("method", [FineTune, AGSCL, PackNet])
+def test_work_is_warmed_up_captured_and_replayed_in_each_task_and_trains_as_without_graphs(method):
+    def engine(trainer):
+        made = GraphEngine(trainer)
+        made.runner = RecordingRunner(made)
+        return made
+
+    config = replace(QUICK, engine="captured", epochs=4)
+    trainer = make_trainer(method, config, engine=engine)
+    assert finish(trainer) == finish(make_trainer(method, config))
+    first_epochs = [(16, "warm-up"), (16, "warm-up"), (8, "warm-up"), ("end", "warm-up")]
+    first_epochs += [(16, "replay"), (16, "replay"), (8, "replay")]
+    ends = [how for key, how in trainer.engine.runner.log if key == "end"]
+    per_task = len(trainer.engine.runner.log) // len(TASKS)
+    for task in range(len(TASKS)):
+        log = trainer.engine.runner.log[task * per_task : (task + 1) * per_task]
+        assert log[: len(first_epochs)] == first_epochs
+    assert ends == ["warm-up", "replay", "replay", "replay"] * len(TASKS)
