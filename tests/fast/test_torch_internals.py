@@ -79,6 +79,12 @@ def test_the_keys_of_the_compilers_cache_can_be_computed_in_advance():
     assert "hash" in codecache.CacheBase.get_system(), f"CacheBase.get_system: {FIX}"
 
 
+def test_torchs_compiler_can_still_join_small_kernels():
+    from torch._inductor import config
+
+    assert hasattr(config, "combo_kernels"), "no option combo_kernels any more: adapt agscl/fast/torch_compile.py"
+
+
 def test_triton_still_has_a_key():
     cache = pytest.importorskip("triton.runtime.cache")
     assert callable(cache.triton_key), "triton.runtime.cache.triton_key: adapt agscl/fast/_torch_internals.py"
