@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from measured import record
 
 from agscl import MultiHead, NodeGraph
-from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast_memory
+from agscl.analysis.memory import Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
+from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
@@ -37,7 +38,7 @@ START = {"reinit_from": "start"}  # a pre-trained network begins again from its 
 METHODS_AND_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "agscl": ("agscl", {}),
     "agscl, fresh=start": ("agscl", START),
-    **{name: (name, {}) for name in FORECASTS if name != "agscl"},
+    **{name: (name, {}) for name in find_methods() if name != "agscl"},
 }
 LEARNED = 2
 IMAGES = 8
@@ -58,7 +59,7 @@ def outline_of(name: str) -> Outline:
 def train_and_report(network: str, name: str, settings: dict[str, Any]) -> list[dict[str, int]]:
     """What the method itself reports after each of two tasks, one step each."""
     torch.manual_seed(0)
-    model, kind = model_of(network), METHODS[name].load()
+    model, kind = model_of(network), METHODS[name].method_class
     shape = model.trunk.input_shape
     known = {"example_input": torch.zeros(2, *shape)} if issubclass(kind, NodeMethod) else {}
     method: Method = kind(model, **known, **settings)

@@ -103,7 +103,7 @@ def first_task(name: str, settings: dict[str, Any], batch: Batch, steps: int, de
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, **on_gpu)
     method = None
     if name != PLAIN:
-        kind = METHODS[name].load()
+        kind = METHODS[name].method_class
         more = {"example_input": batch[0][:2]} if issubclass(kind, NodeMethod) else {}
         method = kind(model, **settings, **more)
         method.begin_task("first", optimizer, epochs=1, steps_per_epoch=steps)
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=40, help="steps of each method")
     parser.add_argument("--measurements", type=int, default=3, help="how often importances are measured; 0: not at all")
-    parser.add_argument("--methods", nargs="+", default=[name for name, one in METHODS.items() if not one.bound])
+    parser.add_argument("--methods", nargs="+", default=[name for name, one in METHODS.items() if not one.is_bound])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--images", type=int, default=4500, help="of an epoch, and to measure importances on")
     parser.add_argument("--avalanche", metavar="PYTHON", help="an interpreter that has Avalanche; on a CPU alone")

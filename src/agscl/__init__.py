@@ -65,10 +65,20 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `agscl --help` answers without importing torch."""
-    if name not in _MODULES:
+    if name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
+    elif name[:1].isupper() and (methods := _find_methods(name)):
+        value = methods[0]
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
     return value
+
+
+def _find_methods(name: str) -> list[Any]:
+    """Methods of this name that stand in a file of `agscl.methods` and are not listed above."""
+    methods = import_module("agscl.methods")
+    return [method for method in methods.find_methods().values() if method.__name__ == name]
 
 
 def __dir__() -> list[str]:

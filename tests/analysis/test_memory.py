@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import MultiHead, NodeGraph
-from agscl.analysis.memory import COMMON_PURPOSES, FORECASTS, Memory, Outline, forecast_memory
+from agscl.analysis.memory import COMMON_PURPOSES, Memory, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
+from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
-USABLE = [name for name, listed in METHODS.items() if not listed.bound]
+USABLE = [name for name, listed in METHODS.items() if not listed.is_bound]
 
 
 class Conv(nn.Module):
@@ -98,7 +99,7 @@ NETS = {
 def learn(net: Net, name: str, tasks: int, settings: dict[str, Any]) -> list[dict[str, int]]:
     """What the method itself reports after each of so many tasks."""
     torch.manual_seed(0)
-    model, kind = net.model(), METHODS[name].load()
+    model, kind = net.model(), METHODS[name].method_class
     if issubclass(kind, NodeMethod):
         settings = {**settings, "example_input": net.inputs(2)}
     method: Method = kind(model, **settings, **({"heads": net.heads} if net.heads else {}))
@@ -197,9 +198,9 @@ def test_gpm_reaches_its_bound_where_every_direction_counts():
 
 
 def test_every_method_has_a_forecast_and_reports_the_common_purposes():
-    assert list(FORECASTS) == USABLE
+    assert list(find_methods()) == USABLE
     for name in USABLE:
-        kind, net = METHODS[name].load(), NETS["dense"]
+        kind, net = METHODS[name].method_class, NETS["dense"]
         example = {"example_input": net.inputs(2)} if issubclass(kind, NodeMethod) else {}
         assert {*COMMON_PURPOSES, "bytes"} <= kind(net.model(), heads=net.heads, **example).memory().keys()
 

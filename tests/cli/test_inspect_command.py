@@ -29,7 +29,7 @@ def test_inspect_prints_the_nodes_and_what_each_method_would_store(arguments, no
     assert str(nodes) in row.split()
     assert "after 10 tasks" in shown
     for each in METHODS.values():
-        assert each.bound or any(line.startswith(each.title) for line in shown.splitlines())
+        assert each.is_bound or any(line.startswith(each.title) for line in shown.splitlines())
     assert max(map(len, shown.splitlines())) <= 80
 
 

@@ -17,13 +17,14 @@ def test_methods_lists_every_method_with_its_description_and_what_it_stores(caps
 
 
 def test_numbers_too_long_for_the_memory_table_are_shortened():
-    from agscl.analysis.memory import FORECASTS, Amount, LayerInputs, Outline, forecast_memory
+    from agscl.analysis.memory import Amount, LayerInputs, Outline, forecast_memory
     from agscl.cli.console import console
     from agscl.cli.tables import _make_memory_table
+    from agscl.methods import find_methods
 
     many, layers = Amount(4 * 10**9, 16 * 10**9), (LayerInputs(1, 10**5, (100,), 4),)
     outline = Outline(weights=many, packed=many.numbers, groups=10**5, incoming=many, layers=layers)
-    kept = {name: forecast_memory(name, outline, 3) for name in FORECASTS}
+    kept = {name: forecast_memory(name, outline, 3) for name in find_methods()}
     with console.capture() as captured:
         console.print(_make_memory_table("", kept))
     assert "8,000.0 M" in captured.get()

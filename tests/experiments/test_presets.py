@@ -16,6 +16,6 @@ def test_every_preset_has_settings_that_every_method_takes(preset, name):
 def test_omniglots_settings_are_the_form_behind_the_papers_table():
     settings = PRESETS["omniglot5"].methods
     for name in ("ewc", "si", "rwalk", "mas", "hat"):
-        paper = dict(METHODS[name].load().paper)
+        paper = dict(METHODS[name].method_class.paper)
         assert {key: settings[name][key] for key in paper} == paper
         assert set(settings[name]) - set(paper) <= {"lam", "c"}

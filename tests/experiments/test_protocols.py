@@ -169,4 +169,4 @@ def test_the_methods_come_in_the_order_of_the_papers_table_and_each_says_what_it
     assert list(METHODS)[:6] == ["agscl", "ewc", "si", "rwalk", "mas", "hat"]
     for each in METHODS.values():
         assert each.about.endswith(".")
-        assert issubclass(each.load(), Method) != each.bound
+        assert issubclass(each.method_class, Method) != each.is_bound

@@ -1,39 +1,42 @@
 import contextlib
 import json
 import math
+from dataclasses import fields
 
 import pytest
 
+from agscl import AGSCL, L2
 from agscl.cli.main import main
 from agscl.experiments import search as searching
 from agscl.experiments.run import execute_run
-from agscl.experiments.search import AXES, FACTORS, Axis
+from agscl.methods import find_methods
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.runs import Run, RunError
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
 
 def test_an_axis_tries_the_base_value_and_its_multiples():
-    assert [one["lam"] for one in Axis("lam", (0.1, 1.0, 3.0)).list_candidates({"lam": 5.0, "mu": 1.0})] == [
+    assert [one["lam"] for one in SearchAxis("lam", (0.1, 1.0, 3.0)).list_candidates({"lam": 5.0, "mu": 1.0})] == [
         5.0,
         15.0,
         0.5,
     ]
-    assert [one["rho"] for one in Axis("rho", values=(0.1, 0.5)).list_candidates({"rho": 0.3})] == [0.3, 0.5, 0.1]
+    assert [one["rho"] for one in SearchAxis("rho", values=(0.1, 0.5)).list_candidates({"rho": 0.3})] == [0.3, 0.5, 0.1]
 
 
 def test_an_axis_is_extended_beyond_its_ends_by_the_ratio_of_its_outermost_factors():
-    axis = Axis("lam", (0.1, 0.5, 1.0, 3.0))
+    axis = SearchAxis("lam", (0.1, 0.5, 1.0, 3.0))
     tried = {1.0, 5.0, 10.0, 30.0}
     assert axis.extend({"lam": 1.0, "mu": 7.0}, tried) == [{"lam": 0.2, "mu": 7.0}]
     assert axis.extend({"lam": 30.0}, tried) == [{"lam": 90.0}]
     assert axis.extend({"lam": 5.0}, tried) == []
-    assert Axis("rho", values=(0.1, 0.5)).extend({"rho": 0.5}, {0.1, 0.5}) == []
+    assert SearchAxis("rho", values=(0.1, 0.5)).extend({"rho": 0.5}, {0.1, 0.5}) == []
 
 
 @pytest.mark.parametrize("best", [50.0, 500.0, 1e9])
 def test_a_search_ends_where_the_best_value_has_worse_ones_on_both_sides(tmp_path, monkeypatch, best):
-    monkeypatch.setitem(AXES, "l2", (Axis("lam", (0.1, 1.0, 10.0)),))
+    monkeypatch.setattr(L2, "search", (SearchAxis("lam", (0.1, 1.0, 10.0)),))
     monkeypatch.setattr(searching, "score_job", lambda job: 1 / (1 + abs(math.log(job.config.settings["lam"] / best))))
     found = searching.search_settings("digits", "l2", tmp_path, lambda jobs: None, lam=1.0)
     tried = sorted(one.settings["lam"] for one in found)
@@ -49,7 +52,7 @@ def test_of_equal_values_the_one_nearest_to_the_start_is_taken(tmp_path, monkeyp
 
 
 def test_a_run_that_diverged_is_a_bad_setting_and_is_not_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setitem(AXES, "l2", (Axis("lam", (1.0, 1e30)),))
+    monkeypatch.setattr(L2, "search", (SearchAxis("lam", (1.0, 1e30)),))
     monkeypatch.setattr(searching, "MAX_EXTENSIONS", 0)
     asked = []
 
@@ -67,7 +70,7 @@ def test_a_run_that_diverged_is_a_bad_setting_and_is_not_tried_again(tmp_path, m
 
 
 def test_a_choice_that_diverged_with_another_configuration_is_tried_again(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(AXES, "l2", (Axis("lam", values=(1.0,)),))
+    monkeypatch.setattr(L2, "search", (SearchAxis("lam", values=(1.0,)),))
     asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s"]
     asked += ["--checkpoint-every", "1000", "--set"]  # with one it would be kept, however slow the machine
     assert main([*asked, "lr=1e25"]) == 1
@@ -101,7 +104,7 @@ def test_a_search_can_be_given_the_values_of_its_first_setting(tmp_path, monkeyp
 
 
 def test_a_search_scores_by_validation_accuracy_and_continues_where_it_stopped(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(AXES, "agscl", (Axis("lam", (0.0001, 1.0)), Axis("mu", (0.5, 1.0))))
+    monkeypatch.setattr(AGSCL, "search", (SearchAxis("lam", (0.0001, 1.0)), SearchAxis("mu", (0.5, 1.0))))
     monkeypatch.setattr(searching, "MAX_EXTENSIONS", 0)
     asked = ["search", "digits", "--method", "agscl", "--epochs", "2", "--runs", str(tmp_path), "--name", "s"]
     assert main(asked) == 0
@@ -145,7 +148,7 @@ def test_on_several_seeds_the_mean_decides_and_one_that_diverged_rules_a_choice_
 
 
 def test_a_search_with_more_seeds_reuses_the_runs_of_the_first_seed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(AXES, "l2", (Axis("lam", (0.1, 1.0)),))
+    monkeypatch.setattr(L2, "search", (SearchAxis("lam", (0.1, 1.0)),))
     monkeypatch.setattr(searching, "MAX_EXTENSIONS", 0)
     asked = ["search", "digits", "--method", "l2", "--epochs", "1", "--runs", str(tmp_path), "--name", "s"]
     assert main(asked) == 0
@@ -176,8 +179,6 @@ def test_a_method_without_settings_to_search_is_refused(tmp_path, capsys):
 
 
 def test_every_axis_is_a_setting_of_its_method_and_the_factors_include_1():
-    from agscl.experiments.methods import METHODS
-
-    for method, axes in AXES.items():
-        assert {axis.setting for axis in axes} <= set(METHODS[method].settings)
+    for method in find_methods().values():
+        assert {axis.setting for axis in method.search} <= {field.name for field in fields(method.Config)}
     assert 1.0 in FACTORS

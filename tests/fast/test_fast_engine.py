@@ -60,13 +60,13 @@ def test_captured_steps_stopped_after_any_epoch_and_continued_end_with_the_same_
         assert finish(continued) == expected, f"after {stopped_after} units"
 
 
-@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.bound])
+@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.is_bound])
 def test_every_method_is_trained_by_captured_steps_as_by_plain_ones(name):
     def train(engine):
         torch.manual_seed(0)
         trunk = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU())
         model = MultiHead(trunk, features=24)
-        kind = METHODS[name].load()
+        kind = METHODS[name].method_class
         example = {"example_input": TASKS[0].train_x[:2]} if issubclass(kind, NodeMethod) else {}
         trainer = Trainer(model, kind(model, **example), TASKS, replace(QUICK, engine=engine, epochs=4), seed=0)
         finish(trainer)

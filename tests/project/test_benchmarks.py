@@ -21,7 +21,7 @@ def test_every_method_is_timed_against_plain_training(tmp_path):
     subprocess.run([sys.executable, "benchmarks/methods.py", *words], cwd=HOME, check=True, capture_output=True)
     found = json.loads(out.read_text())
     assert found["steps_per_epoch"] == 2
-    assert found["step"].keys() == {name for name, one in METHODS.items() if not one.bound}
+    assert found["step"].keys() == {name for name, one in METHODS.items() if not one.is_bound}
     for limits in found["limits"].values():
         assert limits.keys() <= found["step"].keys()
     for one in found["step"].values():

@@ -117,13 +117,13 @@ def convolutional(name, config):
         nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.ReLU()
     )
     model = MultiHead(trunk, features=16)
-    kind = METHODS[name].load()
+    kind = METHODS[name].method_class
     example = {"example_input": PICTURES[0].train_x[:2]} if issubclass(kind, NodeMethod) else {}
     return Trainer(model, kind(model, **example), PICTURES, config, seed=0)
 
 
 @pytest.mark.parametrize("engine", ["plain", "captured"])
-@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.bound])
+@pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.is_bound])
 def test_with_channels_last_a_run_stopped_within_a_task_continues_with_the_same_bits(name, engine):
     config = replace(QUICK, engine=engine, channels_last=True)
     expected = finish(convolutional(name, config))

@@ -64,7 +64,7 @@ def compare(
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_comparison
     from agscl.experiments.compare import add_finished_runs, collect_comparison, plan_comparison, store_comparison
-    from agscl.experiments.methods import METHODS, REFERENCE, listed
+    from agscl.experiments.methods import METHODS, REFERENCE, get_entry
     from agscl.experiments.presets import get_preset
 
     with value_errors_as_usage_errors():
@@ -74,7 +74,7 @@ def compare(
         elif methods == "all":
             names = list(METHODS)
         else:
-            names = [method for method in methods.split(",") if listed(method)]
+            names = [method for method in methods.split(",") if get_entry(method)]
     seeds = chosen.seeds if seeds is None else seeds
     training_settings, method_settings = parse_settings_of_methods(list(dict.fromkeys([*names, REFERENCE])), set)
     changes = collect_changes(

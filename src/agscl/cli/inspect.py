@@ -42,10 +42,11 @@ def inspect(
         heads: Name of the module that holds your model's own heads, e.g. classifier.
         exclude: Names of layers to leave out of the nodes.
     """
-    from agscl.analysis.memory import FORECASTS, Memory, Outline, forecast_memory
+    from agscl.analysis.memory import Memory, Outline, forecast_memory
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_memory
     from agscl.graph.nodes import NodeGraph, NodeGraphError
+    from agscl.methods import find_methods
 
     check_at_least_one("--tasks", tasks)
     model, example, result = _load_model(what, input_shape, heads, runs)
@@ -64,12 +65,12 @@ def inspect(
         raise UsageError(f"could not find the model's nodes: {type(error).__name__}: {error}") from error
     print_line(str(graph))
     if result is None:
-        print_memory({name: forecast_memory(name, outline, tasks or 10) for name in FORECASTS}, tasks or 10)
+        print_memory({name: forecast_memory(name, outline, tasks or 10) for name in find_methods()}, tasks or 10)
         return DONE
     method, settings = result["config"]["method"], _list_settings(result["config"])
     learned = len(result["tasks"])
-    forecasts = {name: forecast_memory(name, outline, learned, settings.get(name)) for name in FORECASTS}
-    if method in FORECASTS:
+    forecasts = {name: forecast_memory(name, outline, learned, settings.get(name)) for name in find_methods()}
+    if method in find_methods():
         print_memory(forecasts, learned, (method, Memory(result["methods"][method]["memory"])))
     else:
         print_memory(forecasts, learned)

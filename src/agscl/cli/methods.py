@@ -18,6 +18,6 @@ def methods() -> int:
     torch.set_num_threads(1)  # a network this small is faster on one core
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one epoch is too short for most methods, which does not matter here
-        memory = {name: measure_memory("digits", name) for name, listed in METHODS.items() if not listed.bound}
+        memory = {name: measure_memory("digits", name) for name, listed in METHODS.items() if not listed.is_bound}
     print_methods(memory, "measured after the 5 tasks of digits, one epoch each")
     return DONE

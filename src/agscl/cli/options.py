@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -88,7 +90,6 @@ def collect_changes(
 def parse_settings(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     """What `--set KEY=VALUE ...` says for a method, each value in the type of its setting."""
     from agscl.experiments.config import list_settings
-    from agscl.experiments.methods import read_setting
 
     with value_errors_as_usage_errors():
         types = list_settings(method)
@@ -99,7 +100,7 @@ def parse_settings(method: str, pairs: Sequence[str]) -> dict[str, Any]:
                 raise UsageError(f"--set takes KEY=VALUE, e.g. lam=400, not {pair!r}")
             if key not in types:
                 raise UsageError(f"{method} has no setting {key!r}. Its settings: {', '.join(types)}")
-            settings[key] = read_setting(types[key], key, text)
+            settings[key] = parse_setting(types[key], key, text)
     return settings
 
 
@@ -150,3 +151,40 @@ def check_at_least_one(option: str, value: int | None) -> None:
 def check_checkpoint_every(seconds: float) -> None:
     if not seconds > 0:
         raise UsageError(f"--checkpoint-every must be above 0 seconds, not {seconds:g}")
+
+
+def parse_setting(kind: Any, name: str, text: str) -> Any:
+    """The value of a setting of type `kind`, as a person wrote it."""
+    for one in _split_union(kind):
+        if typing.get_origin(one) is Literal:
+            for value in typing.get_args(one):
+                if text == str(value):
+                    return value
+        elif one is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        elif one is types.NoneType and text.lower() == "none":
+            return None
+        elif one in (int, float):
+            try:
+                return one(text)
+            except ValueError:
+                continue
+        elif one is str:
+            return text
+    raise ValueError(f"{name} is {_describe_type(kind)}, not {text!r}")
+
+
+def _split_union(kind: Any) -> tuple[Any, ...]:
+    return (
+        typing.get_args(kind)
+        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        else (kind,)
+    )
+
+
+def _describe_type(kind: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", types.NoneType: "none"}
+    words = []
+    for one in _split_union(kind):
+        words += [str(value) for value in typing.get_args(one)] if typing.get_origin(one) is Literal else [names[one]]
+    return " or ".join(words)

@@ -78,7 +78,7 @@ def build_model(
     if method_name == "joint":
         return model, FineTune(model, heads=all_heads)
     settings = dict(config.settings) if method_name == config.method else {}
-    method_class = METHODS[method_name].load()
+    method_class = METHODS[method_name].method_class
     if issubclass(method_class, NodeMethod):
         settings["example_input"] = example_input.to(device)
     return model, method_class(model, **settings)

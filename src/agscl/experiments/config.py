@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from agscl.experiments.methods import listed
+from agscl.experiments.methods import get_entry
 from agscl.experiments.presets import PRESETS, Options, get_preset
 from agscl.runs import RunError
 from agscl.training import TrainingConfig
@@ -74,12 +74,12 @@ def configure(
     check_device(device)
     if unknown := [key for key in changes if key not in types]:
         raise ValueError(f"{method} has no setting {unknown[0]!r}. Its settings: {', '.join(types)}")
-    method_types = listed(method).settings
+    method_types = get_entry(method).settings
     settings = {**chosen.methods.get(method, {}), **{key: changes[key] for key in changes if key in method_types}}
     if "seed" in method_types:
         settings["seed"] = seed
     if method_types:
-        listed(method).load().Config(**settings)  # raises ValueError for an invalid value
+        get_entry(method).method_class.Config(**settings)  # raises ValueError for an invalid value
     return RunConfig(
         preset=preset,
         method=method,
@@ -109,7 +109,7 @@ def check_device(device: str) -> None:
 
 def list_settings(method: str) -> dict[str, Any]:
     """What `configure` can change for a method, and the type of each: the method's settings, then those of training."""
-    method_types = {name: kind for name, kind in listed(method).settings.items() if name != "seed"}
+    method_types = {name: kind for name, kind in get_entry(method).settings.items() if name != "seed"}
     hints = get_type_hints(TrainingConfig)
     return {**method_types, **{field.name: hints[field.name] for field in fields(TrainingConfig)}}
 

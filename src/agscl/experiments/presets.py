@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agscl.experiments.methods import METHODS, listed
+from agscl.experiments.methods import METHODS, get_entry
 from agscl.methods.agscl import AGSCL
 from agscl.training import TrainingConfig
 
@@ -50,7 +50,7 @@ def _paper_settings(
     strength |= {name: {"lam" if name == "rwalk" else "c": value} for name, value in others.items()}
     return {
         "agscl": {"lam": lam, "mu": mu, "rho": rho, **AGSCL.paper},
-        **{name: {**strength[name], **listed(name).load().paper} for name in strength},
+        **{name: {**strength[name], **get_entry(name).method_class.paper} for name in strength},
     }
 
 

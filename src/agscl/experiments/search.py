@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,63 +12,15 @@ from agscl.analysis import metrics
 from agscl.experiments.build import HOLD_OUT
 from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import listed
+from agscl.experiments.methods import METHODS, get_entry
+from agscl.methods._parts.search_axis import SearchAxis
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.system.files import encode_json, write_if_changed
 
 SEED = 1000
 """The first seed of a search. Comparisons use 0, 1, 2, …, so settings are never chosen on the seeds they report."""
-FACTORS = (0.1, 1 / 3, 1.0, 3.0, 10.0)
 MAX_EXTENSIONS = 3
 """How often a search goes beyond the first or last value of an axis."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One setting and the values to try: these, or the preset's value times these factors."""
-
-    setting: str
-    factors: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
-
-    def list_candidates(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Settings with each value of this one: first the base itself, then by distance from it."""
-        start = base[self.setting]
-        if self.factors and start == 0:
-            raise ValueError(
-                f"{self.setting} is searched by multiplying its start value, which is 0: start above 0, "
-                f"e.g. --set {self.setting}=1"
-            )
-        values = [float(f"{factor * start:.3g}") for factor in self.factors] + list(self.values)
-        by_distance = sorted({start, *values}, key=lambda value: (abs(value - start) / (value + start or 1), value))
-        return [{**base, self.setting: value} for value in by_distance]
-
-    def extend(self, best: Mapping[str, Any], tried: Collection[float]) -> list[dict[str, Any]]:
-        """One candidate beyond the values tried, if the best is the smallest or the largest of them."""
-        if not self.factors or best[self.setting] not in (min(tried), max(tried)):
-            return []
-        outer, inner = self.factors[:2] if best[self.setting] == min(tried) else self.factors[-1:-3:-1]
-        return [{**best, self.setting: float(f"{best[self.setting] * outer / inner:.3g}")}]
-
-
-AXES: dict[str, tuple[Axis, ...]] = {
-    "agscl": (
-        Axis("lam", FACTORS),
-        Axis("mu", (0.5, 0.75, 1.5, 2.0)),
-        Axis("rho", values=(0.1, 0.2, 0.3, 0.4, 0.5)),
-    ),
-    "ewc": (Axis("lam", FACTORS),),
-    "si": (Axis("c", FACTORS),),
-    "rwalk": (Axis("lam", FACTORS),),
-    "mas": (Axis("lam", FACTORS),),
-    "hat": (Axis("c", FACTORS),),
-    "packnet": (Axis("share", values=(0.5, 0.6, 0.7, 0.8, 0.9)),),
-    "lwf": (Axis("weight", FACTORS),),
-    "l2": (Axis("lam", FACTORS),),
-    "gpm": (Axis("threshold", values=(0.9, 0.95, 0.97, 0.99)),),
-}
-"""What is searched for each method: one setting after the other, each starting from the best so far. Where the best
-value is the smallest or the largest tried, the search goes beyond it."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +53,22 @@ def search_settings(
     All trials, including those of earlier searches in the folder, are stored as search.json. Finished runs are not
     repeated.
     """
-    if method not in AXES:
-        raise ValueError(f"{method} has no settings to search. These have: {', '.join(AXES)}")
+    all_axes = get_entry(method).search
+    if not all_axes:
+        searchable = [name for name, entry in METHODS.items() if entry.search]
+        raise ValueError(f"{method} has no settings to search. These have: {', '.join(searchable)}")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, not {seeds}")
     start = configure(preset, method=method, seed=seed, **changes).settings
-    base = {**vars(listed(method).load().Config(**start)), **start}
-    axes = [axis for axis in AXES[method] if only is None or axis.setting in only]
-    if unknown := [name for name in only or () if name not in {axis.setting for axis in AXES[method]}]:
-        known = ", ".join(axis.setting for axis in AXES[method])
+    base = {**vars(get_entry(method).method_class.Config(**start)), **start}
+    axes = [axis for axis in all_axes if only is None or axis.setting in only]
+    if unknown := [name for name in only or () if name not in {axis.setting for axis in all_axes}]:
+        known = ", ".join(axis.setting for axis in all_axes)
         raise ValueError(f"{method} has no setting {unknown[0]!r} to search. It has: {known}")
     if values:
-        axes = [Axis(axes[0].setting, values=tuple(values))]
+        axes = [SearchAxis(axes[0].setting, values=tuple(values))]
         base = {**base, axes[0].setting: values[0]}
-    best = {axis.setting: base[axis.setting] for axis in AXES[method]}
+    best = {axis.setting: base[axis.setting] for axis in all_axes}
     trials: dict[str, Trial] = {}
     for axis in axes:
         candidates, tried = axis.list_candidates(best), set()
@@ -156,7 +110,7 @@ def load_trials(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> 
     for _, result in read_finished_runs(folder):
         if result["config"]["seed"] not in range(seed, seed + seeds):
             continue
-        settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in AXES[method]}
+        settings = {axis.setting: result["config"]["settings"][axis.setting] for axis in get_entry(method).search}
         score = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
         scores.setdefault(name_settings(settings), []).append((settings, score))
     complete = [runs for runs in scores.values() if len(runs) == seeds]

@@ -14,8 +14,8 @@ from agscl.analysis import metrics
 from agscl.experiments.compare import METRICS, compute_metrics, summarize_values
 from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, REFERENCE, listed
-from agscl.experiments.search import FACTORS
+from agscl.experiments.methods import METHODS, REFERENCE, get_entry
+from agscl.methods._parts.search_axis import FACTORS
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.system.files import encode_json, write_if_changed
 
@@ -101,7 +101,7 @@ def plan_study(
     def get_usual_settings(method: str) -> dict[str, Any]:
         """All settings of a method without the study."""
         changed = configure(preset, method=method, **changes_for[method]).settings
-        return vars(listed(method).load().Config(**changed)) if listed(method).settings else {}
+        return vars(get_entry(method).method_class.Config(**changed)) if get_entry(method).settings else {}
 
     def add_jobs(line: StudyLine) -> StudyLine:
         usual = get_usual_settings(line.method)

@@ -23,18 +23,20 @@ from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
 from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batchnorm import FreezeStatistics, NodeNorms, recompute_statistics
-from agscl.methods._parts.digests import GroupDigests, count_nodes
+from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes
 from agscl.methods._parts.importance import measure_activations
 from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_penalties
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.proximal import group_norms, norm_gradients, pull, shrink
 from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
 from agscl.methods._parts.rates import LayerRates
 from agscl.methods._parts.reinit import choose_groups, reinitialise_
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.state import Knowledge
-from agscl.methods._parts.zero_masks import ZeroMasks, ZeroRule, zero_columns_
+from agscl.methods._parts.zero_masks import ZeroMasks, ZeroRule, zero_outgoing_
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 
@@ -214,6 +216,11 @@ class AGSCL(NodeMethod):
     """
 
     title = "AGS-CL"
+    search = (
+        SearchAxis("lam", FACTORS),
+        SearchAxis("mu", (0.5, 0.75, 1.5, 2.0)),
+        SearchAxis("rho", values=(0.1, 0.2, 0.3, 0.4, 0.5)),
+    )
     Config = AGSCLConfig
     config: AGSCLConfig
     Knowledge = AGSCLKnowledge
@@ -278,27 +285,13 @@ class AGSCL(NodeMethod):
         knowledge.first_task[new] = len(self.tasks) - 1
         check_after_task(plan)
 
-        self._zero_outgoing()  # (I.1), always before (I.2)
+        if config.zero_init != "off":  # (I.1), always before (I.2)
+            zero_outgoing_(self.graph, knowledge.free, self.heads.get_head(plan.task, self.tasks))
         if config.rand_init:
             self._reinitialise_free(plan, new)  # (I.2)
         knowledge.anchors = Rows(self.graph, ~knowledge.free).gather()
         knowledge.digests.update()
         knowledge.statistics = count_nodes(knowledge.free, before, changed)
-
-    def _zero_outgoing(self) -> None:
-        """(I.1) All that free nodes feed becomes 0: in later layers, and in this task's head."""
-        assert self.task is not None
-        if self.config.zero_init == "off":
-            return
-        own_head = {id(module) for module in self.heads.get_head(self.task, self.tasks).modules()}
-        readers = [
-            name
-            for name, reader in self.graph.readers.items()
-            if name in self.graph.layers
-            or id(reader.module) in own_head
-            or (not reader.is_head and self.graph.excluded == "train")
-        ]
-        zero_columns_(self.graph, self.knowledge.free, readers)
 
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:
         """(I.2) A share ρ of each layer's free nodes get fresh incoming weights; `new` just became important."""
@@ -323,6 +316,10 @@ class AGSCL(NodeMethod):
         counts, digests = super().memory(), self.knowledge.digests
         size = 0 if digests is None else digests.bytes
         return {**counts, "digests": size, "bytes": counts["bytes"] + size}
+
+    @classmethod
+    def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        return forecast_node_memory(outline, DIGEST_BYTES, keeps_start=settings.get("reinit_from") == "start")
 
     def _certified_claims(self) -> dict[str, Any]:
         digests = self.knowledge.digests

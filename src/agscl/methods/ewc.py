@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from agscl.methods._parts.importance import count_samples, measure_gradients
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["EWC", "EWCConfig"]
 
@@ -80,6 +81,7 @@ class EWC(WeightMethod):
     """
 
     title = "EWC"
+    search = (SearchAxis("lam", FACTORS),)
     Config = EWCConfig
     config: EWCConfig
     Knowledge = EWCKnowledge

@@ -23,6 +23,8 @@ from agscl.graph.forward import preserve_model_state
 from agscl.graph.probing import LAYERS
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.state import Knowledge
 
@@ -120,6 +122,7 @@ class GPM(FrozenPartsMethod):
     """
 
     title = "GPM"
+    search = (SearchAxis("threshold", values=(0.9, 0.95, 0.97, 0.99)),)
     Config = GPMConfig
     config: GPMConfig
     Knowledge = GPMKnowledge
@@ -180,6 +183,17 @@ class GPM(FrozenPartsMethod):
         if not found:
             raise RuntimeError("No layer ran while end_task collected inputs: does `forward` run the model?")
         return {name: torch.cat(parts, 2) for name, parts in _gather_ranks(found).items()}
+
+    @classmethod
+    def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        """For each layer at most as many directions as it has columns, or as inputs were drawn over all tasks."""
+        samples = settings.get("samples", GPMConfig.samples)
+        numbers = size = 0
+        for layer in outline.layers:
+            directions = min(layer.columns, tasks * _max_inputs_drawn(layer.positions, samples))
+            count = layer.groups * layer.columns * directions
+            numbers, size = numbers + count, size + count * layer.bytes_per_number
+        return Memory.from_counts(["bases", "bytes"], bases=numbers, bytes=size)
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: `directions` held per weight, `used_capacity`, their share of all, and the threshold."""
@@ -290,3 +304,14 @@ def _concat_rows(batch: Any, more: Any) -> Any:
 
 def _draw_indices(size: int, limit: int, draw: torch.Generator) -> Tensor:
     return torch.arange(size) if size <= limit else torch.randperm(size, generator=draw)[:limit].sort().values
+
+
+def _max_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
+    """The most inputs of a layer drawn from one task; a task may have fewer than `samples` examples."""
+
+    def inputs_drawn(count: int) -> int:
+        limit = math.ceil(COLUMNS * min(CHUNK, count) / count)
+        chunks = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
+        return sum(min(chunk * each, limit) for chunk in chunks for each in positions)
+
+    return max(inputs_drawn(count) for count in range(1, samples + 1))

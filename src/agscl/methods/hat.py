@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from agscl.methods._parts.batchnorm import FreezeStatistics, NodeNorms
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.state import Knowledge
 
@@ -263,6 +265,7 @@ class HAT(NodeMethod):
     """
 
     title = "HAT"
+    search = (SearchAxis("c", FACTORS),)
     Config = HATConfig
     config: HATConfig
     Knowledge = HATKnowledge
@@ -471,6 +474,14 @@ class HAT(NodeMethod):
             )
 
     # What it reports, saving -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        """An embedding of each group for each task, and the largest gate of all tasks."""
+        numbers = (tasks + 1) * outline.groups
+        return Memory.from_counts(
+            masks=outline.groups, embeddings=tasks * outline.groups, bytes=numbers * outline.default_bytes
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: gates it holds `open`, `shared` with earlier tasks; nodes `used` by any task and `free`;

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod, WeightPlan
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["L2", "L2Config"]
 
@@ -38,9 +39,11 @@ class L2(WeightMethod):
     """
 
     title = "L2"
+    search = (SearchAxis("lam", FACTORS),)
     Config = L2Config
     config: L2Config
     Plan = L2Plan
+    importances_per_weight = 0
 
     @property
     def strength(self) -> float:

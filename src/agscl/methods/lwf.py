@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.plan import Plan
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 
 __all__ = ["LwF", "LwFConfig"]
@@ -107,6 +108,7 @@ class LwF(Method):
     """
 
     title = "LwF"
+    search = (SearchAxis("weight", FACTORS),)
     Config = LwFConfig
     config: LwFConfig
     Plan = LwFPlan

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from agscl.methods._parts.importance import measure_gradients
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["MAS", "MASConfig"]
 
@@ -54,6 +55,7 @@ class MAS(WeightMethod):
     """
 
     title = "MAS"
+    search = (SearchAxis("lam", FACTORS),)
     Config = MASConfig
     config: MASConfig
     paper: ClassVar[Mapping[str, Any]] = {"norm": "plain", "batch": 20}

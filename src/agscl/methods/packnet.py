@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.state import Knowledge
 
@@ -165,6 +167,7 @@ class PackNet(FrozenPartsMethod):
     """
 
     title = "PackNet"
+    search = (SearchAxis("share", values=(0.5, 0.6, 0.7, 0.8, 0.9)),)
     Config = PackNetConfig
     config: PackNetConfig
     Knowledge = PackNetKnowledge
@@ -281,6 +284,11 @@ class PackNet(FrozenPartsMethod):
             handle.remove()
 
     # What it reports, saving -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        """The task that owns each weight, in one byte."""
+        return Memory.from_counts(masks=outline.packed, bytes=outline.packed)
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: `owned`, the weights it keeps; `free`, those left for later tasks, and their share."""

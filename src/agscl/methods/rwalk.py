@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.paths import PathMethod, PathPlan
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["RWalk", "RWalkConfig"]
 
@@ -116,12 +117,14 @@ class RWalk(PathMethod):
     """
 
     title = "RWALK"
+    search = (SearchAxis("lam", FACTORS),)
     Config = RWalkConfig
     config: RWalkConfig
     Knowledge = RWalkKnowledge
     knowledge: RWalkKnowledge
     Plan = RWalkPlan
     plan: RWalkPlan | None
+    importances_per_weight = 2  # Fisher and score
     paper: ClassVar[Mapping[str, Any]] = {
         "gradient": "total",
         "clip": False,

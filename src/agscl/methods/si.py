@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.paths import PathMethod, PathPlan
 from agscl.methods._parts.penalties import Tensors, WeightConfig
+from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["SI", "SIConfig"]
 
@@ -56,6 +57,7 @@ class SI(PathMethod):
     """
 
     title = "SI"
+    search = (SearchAxis("c", FACTORS),)
     Config = SIConfig
     config: SIConfig
     Plan = SIPlan

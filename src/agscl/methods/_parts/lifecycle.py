@@ -20,6 +20,8 @@ from agscl.heads import HeadPlace, Heads
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts import state as states
 from agscl.methods._parts.hooks import StepHooks
+from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
+from agscl.methods._parts.search_axis import SearchAxis
 
 __all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
 
@@ -52,6 +54,8 @@ class Method:
     Plan: ClassVar[type[plans.Plan]] = plans.Plan
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What a loop must do beside begin_task, steps and end_task. A missing count is an error in begin_task."""
+    search: ClassVar[tuple[SearchAxis, ...]] = ()
+    """The settings that a search tries, one after the other."""
     paper: ClassVar[Mapping[str, Any]] = {}
     """Settings that give the form behind the AGS-CL paper's table: `Kind(model, lam=…, **Kind.paper)`."""
 
@@ -263,12 +267,17 @@ class Method:
         tensors = self.knowledge.held_tensors()
         for purpose, more in self.plan.held_tensors().items() if self.plan is not None else ():
             tensors[purpose] = [*tensors.get(purpose, []), *more]
-        counts = dict.fromkeys(("importances", "anchors", "masks", "embeddings"), 0)
+        counts = dict.fromkeys(COMMON_PURPOSES, 0)
         for purpose, some in tensors.items():
             if purpose in counts or some:
                 counts[purpose] = sum(t.numel() for t in some)
         counts["bytes"] = sum(t.numel() * t.element_size() for some in tensors.values() for t in some)
         return counts
+
+    @classmethod
+    def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        """What the method will store between tasks, after so many of them, for a model of this outline."""
+        return Memory.from_counts()
 
     def statistics(self) -> dict[str, Any]:
         """Figures on the last task."""

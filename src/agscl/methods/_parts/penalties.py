@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from agscl.heads import HeadPlace
 from agscl.methods._parts.batchnorm import FreezeStatistics, TaskStatistics, find_batchnorms
 from agscl.methods._parts.lifecycle import Forward, Method
+from agscl.methods._parts.memory import ZERO, Memory, Outline
 from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.state import Knowledge
@@ -199,6 +200,7 @@ class WeightMethod(Method):
     Plan: ClassVar[type[WeightPlan]] = WeightPlan
     plan: WeightPlan | None
 
+    importances_per_weight: ClassVar[int] = 1
     strength_setting: ClassVar[str] = "lam"  # the setting that says how strong the penalty is
     no_importance_advice: ClassVar[str] = ""  # what is suspected when every importance is 0
 
@@ -341,6 +343,17 @@ class WeightMethod(Method):
             "importance_mean": sum(float(one.sum(dtype=torch.float64)) for one in importances.values()) / count,
             "importance_max": max(float(one.max()) for one in importances.values()),
         }
+
+    @classmethod
+    def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
+        """Importances and an anchor for each weight; with batchnorm="per_task" also each task's statistics."""
+        statistics = outline.statistics.times(tasks) if settings.get("batchnorm") == "per_task" else ZERO
+        return Memory.from_counts(
+            importances=cls.importances_per_weight * outline.weights.numbers,
+            anchors=outline.weights.numbers,
+            bytes=(cls.importances_per_weight + 1) * outline.weights.bytes + statistics.bytes,
+            **({"statistics": statistics.numbers} if statistics.numbers else {}),
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Of the last task: the `penalty` at its end; mean and maximum of the importances after it."""

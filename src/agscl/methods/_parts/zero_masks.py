@@ -11,7 +11,7 @@ from agscl.certificate import NEVER
 from agscl.graph.nodes import NodeGraph
 from agscl.system.bitwise import as_bits, mask_bits_
 
-__all__ = ["ZeroMasks", "zero_columns_"]
+__all__ = ["ZeroMasks", "zero_outgoing_"]
 
 ZeroRule = Literal["paper", "while_free", "off"]
 
@@ -56,9 +56,11 @@ def uses_bits(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def zero_columns_(graph: NodeGraph, free: Tensor, readers: list[str]) -> None:
-    """Set to 0 all that the named layers read of `free` (groups,) groups."""
+def zero_outgoing_(graph: NodeGraph, free: Tensor, head: nn.Module) -> None:
+    """Set to 0 all that later layers, and this task's head, read of the `free` (groups,) groups."""
+    in_head = {id(module) for module in head.modules()}
     free = torch.cat([free, torch.zeros_like(free[:1])])  # the last: columns that read no node
-    for name in readers:
-        reader = graph.readers[name]
-        reader.weight.masked_fill_(free[reader.source_groups().to(free.device)], 0.0)
+    for name, reader in graph.readers.items():
+        excluded = not reader.is_head and name not in graph.layers
+        if name in graph.layers or id(reader.module) in in_head or (excluded and graph.excluded == "train"):
+            reader.weight.masked_fill_(free[reader.source_groups().to(free.device)], 0.0)
