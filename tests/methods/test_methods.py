@@ -195,6 +195,11 @@ def test_penalties_may_be_added_before_a_clip_and_are_not_added_twice(prox):
     assert same(run(True), run(False))
 
 
+def test_the_ablation_without_proximal_steps_does_not_warn_of_what_these_could_reach():
+    method, _, optimizer = fresh(mu=0.001, lam=3.0, prox=False)
+    assert not any("mu is too small" in m for m in warned(lambda: learn(method, optimizer, 0)))
+
+
 def test_the_ablation_without_proximal_steps_adds_the_gradient_of_the_penalised_loss():
     method, model, optimizer = fresh(mu=0.7, lam=3.0, prox=False)
     learn(method, optimizer, 0, epochs=2)
@@ -958,6 +963,21 @@ def test_with_infinite_lam_a_step_holds_also_while_the_length_of_an_epoch_is_not
 
     with pytest.warns(SelfCheckWarning, match="how many steps an epoch has was never told"):
         learn(method, optimizer, 1, after_step=held, told=False)
+
+
+def test_with_infinite_lam_rows_return_at_every_proximal_step_and_move_in_between():
+    method, _, optimizer = fresh(mu=12, lam=math.inf, rho=0.3, prox_every=3)
+    learn(method, optimizer, 0)
+    anchors = [part.clone() for part in method.knowledge.anchors]
+    at_anchor = []
+
+    def compare(step):
+        pairs = zip(method.plan.important_rows.gather(), anchors, strict=True)
+        at_anchor.append(all(torch.equal(row, anchor) for row, anchor in pairs))
+
+    learn(method, optimizer, 1, epochs=3, after_step=compare)
+    assert at_anchor[:4] == [True] * 4, "while the length of an epoch is not known"
+    assert at_anchor[4:] == [False, False, True, False, False, True, False, False]
 
 
 def test_fresh_weights_leave_the_generators_of_gpus_alone(monkeypatch):

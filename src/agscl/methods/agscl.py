@@ -167,7 +167,7 @@ class AGSCLPlan(NodePlan):
         share = self.schedule.count_step(optimizer, skipped)
         if share is not None:
             self._run_proximal_step(share)
-        elif self.method.config.prox_every != "epoch":
+        elif self.method.config.prox_every != "epoch" and not self.schedule.counts(optimizer):
             self._restore_frozen()
 
     def end_epoch(self) -> None:

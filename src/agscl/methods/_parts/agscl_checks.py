@@ -71,7 +71,7 @@ def check_after_task(plan: AGSCLPlan) -> None:
             "step ran once, at the end of the task. Give begin_task(…, steps_per_epoch=…), or call end_epoch().",
         )
     reach, (smallest, median) = float(schedule.rate_sum), plan.start_norms
-    if reach and config.mu * reach < smallest:
+    if config.prox and reach and config.mu * reach < smallest:
         method.warn_once(
             "mu",
             "mu is too small to free a node, other than those that never fire: in this task it could take "

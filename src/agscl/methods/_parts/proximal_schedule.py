@@ -44,6 +44,10 @@ class ProximalSchedule:
         """Whether the next proximal step comes at the end of an epoch."""
         return self.every == "epoch" or not self.steps_per_epoch
 
+    def counts(self, optimizer: Optimizer) -> bool:
+        """Whether a proximal step within the epoch comes after so many steps of `optimizer`."""
+        return optimizer is self.rates.main and not self.once_an_epoch
+
     def count_step(self, optimizer: Optimizer, skipped: Tensor | None) -> Share | None:
         """Count a step; returns the share of the proximal step that is due, if one is."""
         self.rates.record(optimizer)
