@@ -1,4 +1,4 @@
-"""Fill the tables of README and docs from the files in results/, and draw the picture.
+"""Write the tables of README and docs from the files in results/, and draw the figures.
 
 python docs/make_docs.py [--check]
 """
@@ -34,7 +34,7 @@ def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
 
 
 def made_from(name: str) -> Callable[[Callable[[Result], str]], Callable[[], str]]:
-    """For a section made from one result; it is empty where that is not there."""
+    """Decorator: make a section from one result; the section is empty where that file does not exist."""
 
     def with_result(make: Callable[[Result], str]) -> Callable[[], str]:
         return lambda: "" if (result := load(name)) is None else make(result)
@@ -57,11 +57,12 @@ def digits(result: Result) -> str:
         "|---|---|---|---|---|",
     ]
     for name in runs[0]["methods"]:
-        of = [run["methods"][name] for run in runs]
+        rows = [run["methods"][name] for run in runs]
         lines.append(
-            f"| {NAMES[name]} | {spread([r['average_accuracy'] for r in of], 100)} "
-            f"| {spread([r['plasticity'] for r in of], digits=3)} | {spread([r['stability'] for r in of], digits=3)} "
-            f"| {spread([r['forgetting'] for r in of], 100)} |"
+            f"| {NAMES[name]} | {spread([r['average_accuracy'] for r in rows], 100)} "
+            f"| {spread([r['plasticity'] for r in rows], digits=3)} "
+            f"| {spread([r['stability'] for r in rows], digits=3)} "
+            f"| {spread([r['forgetting'] for r in rows], 100)} |"
         )
     return "\n".join([*lines, "", source(result)])
 
@@ -198,32 +199,32 @@ def comparison(result: Result) -> str:
         "| method | average accuracy, % | plasticity | stability | forgetting, % |",
         "|---|---|---|---|---|",
     ]
-    for name, of in result["methods"].items():
-        parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
+    for name, row in result["methods"].items():
+        parts = [_spread_of(row[key], scale, digits) for key, scale, digits in COLUMNS]
         lines.append(f"| {name} | " + " | ".join(parts) + " |")
     return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
 
 
 def compared(result: Result) -> str:
-    """Every method of a comparison, with the settings it had."""
+    """Every method of a comparison, with its settings."""
     lines = [
         "| method | setting | seeds | average accuracy, % | AGS-CL's lead, seed by seed | plasticity | stability "
         "| forgetting, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
     ours = _by_seed(result["methods"]["agscl"]) if "agscl" in result["methods"] else {}
-    for name, of in result["methods"].items():
-        strength = [f"{SYMBOLS[key]} {float(value):g}" for key, value in of["settings"].items() if key in SYMBOLS]
-        parts = [_spread_of(of[key], scale, digits) for key, scale, digits in COLUMNS]
-        lead = [ours[seed] - other for seed, other in _by_seed(of).items() if seed in ours]
+    for name, row in result["methods"].items():
+        strength = [f"{SYMBOLS[key]} {float(value):g}" for key, value in row["settings"].items() if key in SYMBOLS]
+        parts = [_spread_of(row[key], scale, digits) for key, scale, digits in COLUMNS]
+        lead = [ours[seed] - other for seed, other in _by_seed(row).items() if seed in ours]
         parts.insert(1, "–" if name == "agscl" else _spread_of(spread_over(lead), 100, 1))
-        lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(of['seeds'])} | " + " | ".join(parts) + " |")
-    missing = "" if result["complete"] else " Not all seeds have run yet."
-    return "\n".join([*lines, "", f"Seeds from 0 on, as many as the table says.{missing} {source(result)}"])
+        lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(row['seeds'])} | " + " | ".join(parts) + " |")
+    missing = "" if result["complete"] else " Some seeds have not run yet."
+    return "\n".join([*lines, "", f"Seeds 0, 1, 2, …, as many as the table says.{missing} {source(result)}"])
 
 
-def _by_seed(of: dict[str, Any]) -> dict[int, float]:
-    return dict(zip(of["seeds"], of["average_accuracy"]["values"], strict=True))
+def _by_seed(row: dict[str, Any]) -> dict[int, float]:
+    return dict(zip(row["seeds"], row["average_accuracy"]["values"], strict=True))
 
 
 @made_from("authors")
@@ -241,13 +242,13 @@ def authors(result: Result) -> str:
             )
     ours = (
         "Ours: the row's seeds in `results/beside_authors.json`, `tinyimagenet32.json`, `omniglot-plain.json` or "
-        "`benchmarks/whole_cuda.json`, whichever has most; the commands are in these files."
+        "`benchmarks/whole_cuda.json`, whichever has the most; the commands are in these files."
     )
     return "\n".join([*lines, "", f"{result['note']} {ours}", *_widest()])
 
 
 def _widest() -> list[str]:
-    """The setting whose seeds are furthest apart, seed by seed."""
+    """The setting for which our seeds differ most, seed by seed."""
     rows = [row for row in (load("beside_authors") or {}).get("rows", []) if row["average_accuracy"]["deviation"]]
     if not rows:
         return []
@@ -257,7 +258,7 @@ def _widest() -> list[str]:
         for key, digits in (("average_accuracy", 1), ("forgetting", 0))
     )
     setting = ", ".join(f"{SYMBOLS[key]} {value:g}" for key, value in row["settings"].items())
-    return ["", f"Furthest apart are our seeds of {row['method']} at {setting}: {reached}, forgetting {forgot} points."]
+    return ["", f"Our seeds differ most for {row['method']} at {setting}: {reached}, forgetting {forgot} points."]
 
 
 def _ours(name: str, method: str, settings: dict[str, Any]) -> list[float]:
@@ -320,10 +321,10 @@ def study(result: Result) -> str:
 
 
 def areas(result: Result) -> str:
-    """What was lost on average until a tenth, a quarter, half and all of the nodes had been taken away."""
+    """The mean loss of accuracy while a tenth, a quarter, half and all of the nodes are pruned."""
     shares = (0.1, 0.25, 0.5, 1.0)
     ends = " | ".join(f"{100 * share:.0f} %" for share in shares)
-    lines = [f"| after task | taken away first | {ends} |", "|---" * (len(shares) + 2) + "|"]
+    lines = [f"| after task | pruned first | {ends} |", "|---" * (len(shares) + 2) + "|"]
     seeds = list(result["seeds"].values())
     for after in seeds[0]["after"]:
         for order in seeds[0]["after"][after]["aopc"]:
@@ -377,56 +378,56 @@ def _marks(tried: dict[str, Any]) -> dict[str, Any]:
 @made_from("benchmarks/agree_cuda")
 def agree(result: Result) -> str:
     lines = [
-        "| way | seeds | average accuracy, % | beside plain, seed by seed | forgetting, % |",
+        "| configuration | seeds | average accuracy, % | difference from plain, seed by seed | forgetting, % |",
         "|---|---|---|---|---|",
     ]
-    for name, way in result["ways"].items():
-        figures = [_spread_of(way[key], 100, 1) for key in ("average_accuracy", "forgetting")]
-        figures.insert(1, "–" if name == "plain" else _beside_plain(result, name))
-        lines.append(f"| {name} | {len(way['average_accuracy']['values'])} | {' | '.join(figures)} |")
+    for name, row in result["ways"].items():
+        figures = [_spread_of(row[key], 100, 1) for key in ("average_accuracy", "forgetting")]
+        figures.insert(1, "–" if name == "plain" else _difference_from_plain(result, name))
+        lines.append(f"| {name} | {len(row['average_accuracy']['values'])} | {' | '.join(figures)} |")
     return "\n".join([*lines, "", f"{result['epochs']} epochs a task. {source(result)}"])
 
 
-def _beside_plain(result: dict[str, Any], name: str) -> str:
-    """What a way gains or loses seed by seed."""
-    here, plain = (result["ways"][way]["average_accuracy"]["values"] for way in (name, "plain"))
+def _difference_from_plain(result: dict[str, Any], name: str) -> str:
+    """What a configuration gains or loses, seed by seed."""
+    here, plain = (result["ways"][key]["average_accuracy"]["values"] for key in (name, "plain"))
     return _spread_of(spread_over([one - other for one, other in zip(here, plain, strict=True)]), 100, 1)
 
 
 @made_from("benchmarks/agree_cuda_earlier")
 def agreed_earlier(result: Result) -> str:
-    """The same seeds at another time."""
+    """The same seeds at an earlier commit."""
     now = load("benchmarks/agree_cuda")
     if now is None:
         return ""
     then, since = (each["ways"]["plain"]["average_accuracy"]["mean"] for each in (result, now))
-    found = [f"{_beside_plain(result, name)} ({name})" for name in result["ways"] if name != "plain"]
+    found = [f"{_difference_from_plain(result, name)} ({name})" for name in result["ways"] if name != "plain"]
     return (
-        f"The same seeds at an earlier commit ({result['commit']}): {', '.join(found)}. From then to now the mean of "
-        f"the plain way alone\nwent from {100 * then:.1f} to {100 * since:.1f}, on the same seeds."
+        f"The same seeds at an earlier commit ({result['commit']}): {', '.join(found)}. Since then the mean of plain "
+        f"itself\nwent from {100 * then:.1f} to {100 * since:.1f}, on the same seeds."
     )
 
 
-def _ways(result: dict[str, Any]) -> list[str]:
+def _configurations(result: dict[str, Any]) -> list[str]:
     plain = result["ways"]["plain"]["ms_per_step"]
-    lines = ["| way | ms per step | times as fast as plain |", "|---|---|---|"]
+    lines = ["| configuration | ms per step | times as fast as plain |", "|---|---|---|"]
     return lines + [
-        f"| {name} | {way['ms_per_step']:.2f} | {plain / way['ms_per_step']:.2f} |"
-        for name, way in result["ways"].items()
+        f"| {name} | {row['ms_per_step']:.2f} | {plain / row['ms_per_step']:.2f} |"
+        for name, row in result["ways"].items()
     ]
 
 
 @made_from("benchmarks/fast_cpu")
 def fast_cpu(result: Result) -> str:
-    lines = ["| way | ms per step | times as fast as plain | quartiles |", "|---|---|---|---|"]
-    for name, way in result["ways"].items():
+    lines = ["| configuration | ms per step | times as fast as plain | quartiles |", "|---|---|---|---|"]
+    for name, row in result["ways"].items():
         figures = "1 | –"
         if name != "plain":
-            slow, quick = (1 / ratio for ratio in reversed(way["ratio"]["quartiles"]))
-            figures = f"{1 / way['ratio']['median']:.2f} | {slow:.2f} to {quick:.2f}"
-        lines.append(f"| {name} | {way['ms_per_step']:.0f} | {figures} |")
-    taken = f"Medians over {result['rounds']} steps of each way, beside plain ones; ends of epochs are not counted."
-    return "\n".join([*lines, "", f"{taken} {source(result)}"])
+            slow, quick = (1 / ratio for ratio in reversed(row["ratio"]["quartiles"]))
+            figures = f"{1 / row['ratio']['median']:.2f} | {slow:.2f} to {quick:.2f}"
+        lines.append(f"| {name} | {row['ms_per_step']:.0f} | {figures} |")
+    note = f"Medians over {result['rounds']} steps of each, alternating with plain ones, without ends of epochs."
+    return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 
 def _alone(result: dict[str, Any]) -> str:
@@ -434,13 +435,13 @@ def _alone(result: dict[str, Any]) -> str:
         return ""
     first, again = (run["process_seconds"] for run in result["alone"].values())
     each = result["alone"]["again"].get("each", [])
-    of = f" (of {', '.join(f'{seconds:.1f}' for seconds in sorted(each))})" if each else ""
-    return f"{first:.1f} s as a process of its own with nothing compiled before, {again:.1f} s the next time{of}. "
+    times = f" (median of {', '.join(f'{seconds:.1f}' for seconds in sorted(each))})" if each else ""
+    return f"{first:.1f} s as a new process with nothing compiled before, {again:.1f} s the next time{times}. "
 
 
 @made_from("benchmarks/fast_cuda")
 def fast(result: Result) -> str:
-    return "\n".join([*_ways(result), "", *_parts_of_a_step(result), source(result)])
+    return "\n".join([*_configurations(result), "", *_parts_of_a_step(result), source(result)])
 
 
 @made_from("benchmarks/whole_cuda")
@@ -449,9 +450,10 @@ def whole_runs(result: Result) -> str:
     seeds = len(several["runs"])
     return "\n".join(
         [
-            f"All ten tasks of a hundred epochs the last way, one seed: {whole['seconds']:.1f} s in a process "
-            f"that runs already; {_alone(result)}{seeds} seeds side by side"
-            f"{' under MPS' if several.get('mps') else ''}, with their processes' start: {several['seconds']:.1f} s.",
+            f"All ten tasks of a hundred epochs in the last configuration, one seed: {whole['seconds']:.1f} s in a "
+            f"process that is running already; {_alone(result)}{seeds} seeds at the same time"
+            f"{' under MPS' if several.get('mps') else ''}, including the start of their processes: "
+            f"{several['seconds']:.1f} s.",
             "",
             *_parts_of_a_run(result),
             source(result),
@@ -461,35 +463,35 @@ def whole_runs(result: Result) -> str:
 
 @made_from("benchmarks/whole_cuda")
 def goals(result: Result) -> str:
-    """What was aimed at and what was reached."""
+    """The goals, and what was reached."""
     whole, several = result["whole"]["seconds"], result["side_by_side"]["seconds"]
     again = result["alone"]["again"]["process_seconds"]
     return (
-        f"The goals were {ONE} s for one seed, from start to end, and {FIVE} s for five. One takes {whole:.1f} s where "
-        f"the process runs already and\n{again:.1f} s as a process of its own; five take {several:.1f} s."
+        f"The goals were {ONE} s for one seed, from start to end, and {FIVE} s for five. One takes {whole:.1f} s in a "
+        f"process that is running already\nand {again:.1f} s as a new process; five take {several:.1f} s."
     )
 
 
 @made_from("benchmarks/whole_cuda_earlier")
 def earlier(whole: Result) -> str:
-    """The same before what made it quicker."""
+    """The same before our own kernels."""
     one, again = whole["whole"]["seconds"], whole["alone"]["again"]["process_seconds"]
     return (
-        f"Before there were kernels of our own ({whole['commit']}), one took {one:.1f} s, {again:.1f} s as a process "
-        f"of its own, and five\n{whole['side_by_side']['seconds']:.1f} s."
+        f"Before we had our own kernels ({whole['commit']}), one took {one:.1f} s, {again:.1f} s as a new process, and "
+        f"five took\n{whole['side_by_side']['seconds']:.1f} s."
     )
 
 
 ONE, FIVE = 20, 60
-"""Seconds that one seed and five seeds of `tinyimagenet32` were to take on an H200."""
+"""The goals in seconds for one seed and for five seeds of `tinyimagenet32` on an H200."""
 
 
 @made_from("benchmarks/whole_cuda")
 def one_run(result: Result) -> str:
     first, again = (run["process_seconds"] for run in result["alone"].values())
     return (
-        f"On `tinyimagenet32`, which has as many pictures, AGS-CL alone took {first:.0f} s from the start of the "
-        f"process to its end, {again:.0f} s\nonce the network had been compiled before, "
+        f"On `tinyimagenet32`, which has as many images, AGS-CL alone took {first:.0f} s from the start of the "
+        f"process to its end, and {again:.0f} s\nwhen the network had been compiled before, "
         f"{result['alone']['again']['training_seconds']:.0f} s of them for the ten tasks."
     )
 
@@ -497,20 +499,20 @@ def one_run(result: Result) -> str:
 @made_from("benchmarks/whole_cuda")
 def several_runs(result: Result) -> str:
     runs, seconds = result["side_by_side"]["runs"], result["side_by_side"]["seconds"]
-    return f"On `tinyimagenet32` {len(runs)} runs of AGS-CL at a time took {seconds:.0f} s, all of it counted."
+    return f"On `tinyimagenet32`, {len(runs)} runs of AGS-CL at the same time took {seconds:.0f} s in all."
 
 
 @made_from("tinyimagenet32")
 def table_runs(result: Result) -> str:
-    """How long runs of a comparison took."""
+    """How long the runs of a comparison took."""
     seconds = {name: row["seconds"] for name, row in result["methods"].items()}
     slow = seconds.pop("hat", None)
     quick = [each for some in seconds.values() for each in some]
     if not slow or not quick:
         return ""
     return (
-        f"In the table of `tinyimagenet32` a run took {min(quick):.0f} to {max(quick):.0f} s, one of HAT "
-        f"{min(slow):.0f} to {max(slow):.0f} s, on a GPU\nthat other runs shared."
+        f"For the table of `tinyimagenet32` a run took {min(quick):.0f} to {max(quick):.0f} s, a run of HAT "
+        f"{min(slow):.0f} to {max(slow):.0f} s, on a GPU\nshared with other runs."
     )
 
 
@@ -518,23 +520,23 @@ def table_runs(result: Result) -> str:
 def large_runs(result: Result) -> str:
     seconds = [each for row in result["methods"].values() for each in row["seconds"]]
     return (
-        f"On `cifar10-tiny` a run took {min(seconds):.0f} to {max(seconds):.0f} s, {result['jobs']} at a time on a GPU "
-        "that other runs shared."
+        f"On `cifar10-tiny` a run took {min(seconds):.0f} to {max(seconds):.0f} s, {result['jobs']} at the same time "
+        "on a shared GPU."
     )
 
 
 @made_from("benchmarks/fast_cuda")
-def slower_ways(result: Result) -> str:
-    """Seconds of the ten tasks without --fast; captured steps, and one by one."""
+def without_fast(result: Result) -> str:
+    """Seconds for the ten tasks without --fast: with captured steps, and with steps one by one."""
     plain, captured = (result["ways"][name]["ms_per_step"] for name in ("plain", "captured"))
     return (
-        f"Without it a method's tasks take {STEPS * captured / 1000:.0f} s, at {captured:.1f} ms a step. On a GPU "
-        f"steps are CUDA graphs in any case;\n`--set engine=plain` turns that off ({STEPS * plain / 1000:.0f} s)."
+        f"Without it a method's ten tasks take {STEPS * captured / 1000:.0f} s, at {captured:.1f} ms per step. On a "
+        f"GPU steps run as CUDA graphs either way;\n`--set engine=plain` turns that off ({STEPS * plain / 1000:.0f} s)."
     )
 
 
 STEPS = 10 * 100 * math.ceil(4500 / 256)
-"""Of a run of `tinyimagenet32`: tasks, epochs, batches."""
+"""Steps in a run of `tinyimagenet32`: tasks × epochs × batches."""
 
 
 @made_from("cuda_tests")
@@ -543,22 +545,23 @@ def cuda_tests(result: Result) -> str:
     ran, skipped = sum(counts.values()) - counts.get("skipped", 0), counts.get("skipped", 0)
     ended = f"{len(failed)} of {ran} failed: {', '.join(f'`{name}`' for name in failed)}" if failed else "passed"
     tests = "" if failed else f"All {ran} that ran "
-    left_out = f", {skipped} were left out, which say why" if skipped else ""
-    return f"{tests}{ended}{left_out}. {source(result)}"
+    skips = f"; {skipped} were skipped, each with a reason" if skipped else ""
+    return f"{tests}{ended}{skips}. {source(result)}"
 
 
 @made_from("forms")
 def one_seed(result: Result) -> str:
-    """What one seed's choice of λ is worth on others, beside a larger one."""
+    """The λ that one seed chose, on other seeds, compared with the λ that three seeds chose."""
     chosen, other = result["rows"][0], load("tinyimagenet32")
     if other is None:
         return ""
     then = other["methods"]["agscl"]
     return (
         f"A search on one seed chose λ {chosen['settings']['lam']:g} for AGS-CL on `tinyimagenet32`. On seeds 0 to 4 "
-        f"AGS-CL reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it, forgetting "
-        f"{_spread_of(chosen['forgetting'], 100, 1)} points, and {_spread_of(then['average_accuracy'], 100, 1)} % at λ "
-        f"{then['settings']['lam']:g}, which three seeds chose,\nforgetting {_spread_of(then['forgetting'], 100, 1)}."
+        f"AGS-CL reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it and forgets "
+        f"{_spread_of(chosen['forgetting'], 100, 1)} points. With λ {then['settings']['lam']:g}, which three seeds "
+        f"chose, it reaches\n{_spread_of(then['average_accuracy'], 100, 1)} % and forgets "
+        f"{_spread_of(then['forgetting'], 100, 1)}."
     )
 
 
@@ -567,20 +570,20 @@ def _parts_of_a_step(result: dict[str, Any]) -> list[str]:
         return []
     spent, count = result["step"]["microseconds"], result["step"]["kernels"]
     parts = ", ".join(f"{part} {time:.0f}" for part, time in spent.items())
-    return [f"A step is {count:.0f} kernels that take {sum(spent.values()):.0f} µs of the GPU: {parts}.", ""]
+    return [f"A step runs {count:.0f} kernels, which take {sum(spent.values()):.0f} µs on the GPU: {parts}.", ""]
 
 
 def _parts_of_a_run(result: dict[str, Any]) -> list[str]:
-    """Where the time of a process of its own goes."""
+    """Where the time of a new process goes."""
     if "alone" not in result:
         return []
     first, again = result["alone"].values()
     alone, together = again["training_seconds"], [run["training_seconds"] for run in result["side_by_side"]["runs"]]
     return [
-        f"Of a process of its own, {again['process_seconds'] - again['seconds']:.1f} s go into starting Python, "
-        f"importing torch and ending, {again['seconds'] - alone:.1f} s into making data and CUDA ready, "
-        f"{first['training_seconds'] - alone:.1f} s into compiling the first time. {len(together)} side by side fill "
-        f"the GPU: training took each of them {statistics.mean(together) / alone:.1f} times as long as one alone.",
+        f"A new process spends {again['process_seconds'] - again['seconds']:.1f} s on starting Python, importing "
+        f"torch and ending, {again['seconds'] - alone:.1f} s on loading data and starting CUDA, and the first time "
+        f"{first['training_seconds'] - alone:.1f} s on compiling. {len(together)} runs at the same time fill the GPU: "
+        f"training took each of them {statistics.mean(together) / alone:.1f} times as long as one alone.",
         "",
     ]
 
@@ -589,7 +592,7 @@ def _parts_of_a_run(result: dict[str, Any]) -> list[str]:
 def contract(result: Result) -> str:
     cells = {(row["method"], row["network"], row["optimizer"]): row for row in result["cells"]}
     columns = list(dict.fromkeys((network, optimizer) for _, network, optimizer in cells))
-    held = sum(row["checks"] == "passed" and not row["complaint"] for row in cells.values())
+    passed = sum(row["checks"] == "passed" and not row["complaint"] for row in cells.values())
     lines = [
         "| share saved | " + " | ".join(f"{network} {optimizer}" for network, optimizer in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -602,7 +605,7 @@ def contract(result: Result) -> str:
             marks.append(mark if row["checks"] == "passed" and not row["complaint"] else f"*{mark}*")
         lines.append(f"| {name} | " + " | ".join(marks) + " |")
     commits = dict.fromkeys(row["commit"].split()[0][:7] for row in cells.values())
-    note = f"{held} of {len(cells)} cells hold; any others are in italics. Measured at {', '.join(commits)}; the last:"
+    note = f"{passed} of {len(cells)} cells pass; others are in italics. Measured at {', '.join(commits)}; the last:"
     return "\n".join([*lines, "", f"{note} {source(result)}"])
 
 
@@ -611,43 +614,48 @@ def memory(result: Result) -> str:
     networks = result["networks"]
     lines = [
         "| network, after so many tasks | importances: AGS-CL | EWC | ratio | EWC with its anchors | ratio "
-        "| all held: AGS-CL, at most | EWC | ratio, at least |",
+        "| all numbers stored: AGS-CL, at most | EWC | ratio, at least |",
         "|---" * 9 + "|",
     ]
-    for name, of in networks.items():
-        ours, theirs = of["methods"]["agscl"], of["methods"]["ewc"]
+    for name, network in networks.items():
+        ours, theirs = network["methods"]["agscl"], network["methods"]["ewc"]
         few, many, whole = ours["counts"]["importances"], theirs["counts"]["importances"], theirs["everything"]
         lines.append(
-            f"| {name}, {of['tasks']} | {few:,} | {many:,} | {many / few:,.0f} | {whole:,} | {whole / few:,.0f} "
+            f"| {name}, {network['tasks']} | {few:,} | {many:,} | {many / few:,.0f} | {whole:,} | {whole / few:,.0f} "
             f"| {ours['everything']:,} | {whole:,} | {math.floor(100 * whole / ours['everything']) / 100:.2f} |"
         )
     lines += ["", "All bytes, by method and network:", "", "| | " + " | ".join(networks) + " |"]
     lines += ["|---" * (len(networks) + 1) + "|"]
     for name in next(iter(networks.values()))["methods"]:
-        rows = [of["methods"][name] for of in networks.values()]
+        rows = [network["methods"][name] for network in networks.values()]
         cells = [("≤ " if "bytes" in row["at_most"] else "") + megabytes(row["counts"]["bytes"]) for row in rows]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {rename_settings(name)} | " + " | ".join(cells) + " |")
     if "alexnet" in networks:
-        lines += ["", *memory_of("alexnet", networks["alexnet"])]
-    cells = [row["agrees"] for of in networks.values() for row in of["methods"].values()]
+        lines += ["", *memory_by_purpose("alexnet", networks["alexnet"])]
+    cells = [row["agrees"] for network in networks.values() for row in network["methods"].values()]
     lines += [
         "",
-        f"≤ marks what depends on training and cannot be more; all else is exact. In {sum(cells)} of {len(cells)} "
-        "cases a method that learned two tasks of random images on the real network held what was foretold after "
-        f"each. {source(result)}",
+        f"≤ marks upper bounds of what depends on training; all else is exact. In {sum(cells)} of {len(cells)} cases a "
+        "method that learned two tasks of random images on the real network stored, after each, what was forecast. "
+        f"{source(result)}",
     ]
     return "\n".join(lines)
 
 
-def memory_of(name: str, network: dict[str, Any]) -> list[str]:
-    """What is held for one network, by purpose."""
+def rename_settings(label: str) -> str:
+    """A label of a stored result, with today's names of settings."""
+    return label.replace("fresh=start", "reinit_from=start")
+
+
+def memory_by_purpose(name: str, network: dict[str, Any]) -> list[str]:
+    """What is stored for one network, by purpose."""
     purposes = ["importances", "anchors", "masks", "embeddings", "bases", "start"]
-    titles = [{"start": "starting weights"}.get(purpose, purpose) for purpose in purposes]
+    titles = [{"start": "initial weights"}.get(purpose, purpose) for purpose in purposes]
     lines = [f"For {name}, in numbers:", "", "| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for method, row in network["methods"].items():
         counts = [(row["counts"].get(purpose, 0), purpose in row["at_most"]) for purpose in purposes]
         cells = [f"{'≤ ' if bound else ''}{count:,}" if count else "–" for count, bound in counts]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        lines.append(f"| {rename_settings(method)} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -688,7 +696,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "one-seed": one_seed,
     "table-runs": table_runs,
     "large-runs": large_runs,
-    "slower-ways": slower_ways,
+    "without-fast": without_fast,
     "cuda-tests": cuda_tests,
     "agree": agree,
     "fast-cpu": fast_cpu,
@@ -697,8 +705,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> str:
-    """The page with each section between its markers made anew."""
+def fill_sections(text: str) -> str:
+    """The page with the content of each section, between its markers, made from results."""
     for name, make in SECTIONS.items():
         pattern = re.compile(rf"(<!-- {name}: made by make docs -->\n).*?(<!-- end -->)", re.DOTALL)
         text = pattern.sub(lambda found, make=make: f"{found[1]}{make() or 'Not measured yet.'}\n{found[2]}", text)
@@ -735,7 +743,7 @@ def draw() -> None:
 
 
 def draw_methods() -> None:
-    """Average accuracy after each task, method by method, as the paper's figure has it."""
+    """Average accuracy after each task, method by method, as in the paper's figure."""
     import matplotlib.pyplot as plt
 
     result = load("tinyimagenet32")
@@ -795,7 +803,7 @@ def draw_studies() -> None:
             mean = [100 * statistics.mean(values) for values in curves]
             tasks = "task" if after == "1" else "tasks"
             aopc.plot(pruned, mean, style, color=color, label=f"{order} first, after {after} {tasks}")
-    aopc.set(title="Accuracy lost, mean so far (AOPC)", xlabel="nodes taken away, %", ylabel="points")
+    aopc.set(title="Accuracy lost, mean so far (AOPC)", xlabel="nodes pruned, %", ylabel="points")
     aopc.set_ylim(top=1.5 * aopc.get_ylim()[1])  # room for the legend
 
     for line in [*lines["rho"][1:], *lines["prox"][2:]]:
@@ -812,16 +820,16 @@ def draw_studies() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     arguments = parser.parse_args()
     stale = []
     for name in PAGES:
         page = HOME / name
         text = page.read_text()
-        if filled(text) != text:
+        if fill_sections(text) != text:
             stale.append(name)
             if not arguments.check:
-                page.write_text(filled(text))
+                page.write_text(fill_sections(text))
     if arguments.check and stale:
         sys.exit(f"out of date: {', '.join(stale)}; run make docs")
     if not arguments.check:

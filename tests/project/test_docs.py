@@ -1,10 +1,13 @@
-"""Pages say what results/ says."""
+"""Pages say what results/ says, and name what the code has."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
+
+import pytest
 
 HOME = Path(__file__).parents[2]
 
@@ -20,7 +23,7 @@ def test_every_generated_table_is_up_to_date():
     made = maker()
     for page in made.PAGES:
         text = (HOME / page).read_text()
-        assert made.filled(text) == text, f"{page} is out of date: run make docs"
+        assert made.fill_sections(text) == text, f"{page} is out of date: run make docs"
 
 
 def test_every_section_is_used_and_every_marker_known():
@@ -57,3 +60,80 @@ def test_pages_are_made_of_results_that_are_not_complete_too():
     )
     variant = {"variant": "η 0.5", **row, "gain": nothing, "learned": one, "free_at_the_end": one}
     assert "| η 0.5 | 50.0 | – | 50.0 |" in made.variants({**head, "rows": [variant]})
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+
+
+def written_pages() -> list[Path]:
+    return [HOME / "README.md", HOME / "CONTRIBUTING.md", HOME / "CHANGELOG.md", *sorted((HOME / "docs").glob("*.md"))]
+
+
+def links(page: Path) -> list[tuple[str, Path, str]]:
+    """The links of a page to files: text, file and the heading within it."""
+    found = []
+    for match in LINK.finditer(page.read_text()):
+        target, _, heading = match["target"].partition("#")
+        if not target.startswith(("http:", "https:")):
+            found.append((match["text"], (page.parent / target).resolve() if target else page, heading))
+    return found
+
+
+def heading_anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may be, as GitHub makes it."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def defined_names(path: Path) -> set[str]:
+    """The classes, functions and methods that a file defines: `name`, `Class`, `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+    return names
+
+
+@pytest.mark.parametrize("page", written_pages(), ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
+    for text, path, heading in links(page):
+        assert path.exists(), f"[{text}]: {path} does not exist"
+        assert not heading or heading in heading_anchors(path), f"[{text}]: {path.name} has no heading #{heading}"
+
+
+@pytest.mark.parametrize("page", written_pages(), ids=lambda page: page.name)
+def test_every_function_or_class_that_is_linked_is_defined_in_that_file(page):
+    named = [(text.strip("`"), path) for text, path, _ in links(page) if path.suffix == ".py" and text.startswith("`")]
+    for name, path in named:
+        assert name in defined_names(path), f"{path.relative_to(HOME)} does not define {name}"
+
+
+def test_the_walk_through_a_step_links_every_station_and_quotes_the_code_as_it_is():
+    page = HOME / "docs" / "step.md"
+    stations = re.split(r"^\*\*\d+\. ", page.read_text(), flags=re.MULTILINE)[1:]
+    assert len(stations) == 15
+    for station in stations:
+        sources = [match["target"] for match in LINK.finditer(station) if match["target"].endswith(".py")]
+        assert sources or station.startswith("The optimizer**"), station  # the optimizer is torch's
+        before, *blocks = station.split("```python\n")
+        for block in blocks:
+            quoted_from = [match["target"] for match in LINK.finditer(before)][-1]
+            assert block.split("```")[0] in (page.parent / quoted_from).read_text(), f"not in {quoted_from}:\n{block}"
+
+
+def test_the_table_of_rooms_names_every_room_and_files_that_exist():
+    text = (HOME / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+(?:/|\.py))` \| (.*) \|$", text, re.MULTILINE)
+    package = HOME / "src" / "agscl"
+    rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    rooms |= {path.name for path in package.glob("*.py") if path.name != "__init__.py"}
+    assert {room for room, _ in rows} == rooms | {"methods/_parts/"}
+    for room, description in rows:
+        folder = (package / room) if room.endswith("/") else package
+        assert folder.exists()
+        for file in re.findall(r"`(\w+\.py)`", description):
+            assert (folder / file).exists(), f"{room} has no {file}"
