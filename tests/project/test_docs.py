@@ -8,6 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from agscl import MultiHead, NodeGraph
+from agscl.methods._parts.memory import Outline
+from agscl.testing import check_method
 
 HOME = Path(__file__).parents[2]
 
@@ -137,3 +142,22 @@ def test_the_table_of_rooms_names_every_room_and_files_that_exist():
         assert folder.exists()
         for file in re.findall(r"`(\w+\.py)`", description):
             assert (folder / file).exists(), f"{room} has no {file}"
+
+
+def test_the_method_in_the_guide_for_contributors_is_complete(tmp_path, monkeypatch):
+    guide = (HOME / "CONTRIBUTING.md").read_text()
+    (tmp_path / "pull.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("pull").Pull
+    check_method(method, {"strength": 1.0}, least_saved=None, checks=("memory", "close", "heads"))
+
+    model = MultiHead(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()))
+    model.add_head("one", 2)
+    x = torch.randn(6, 4)
+    outline = Outline.from_graph(NodeGraph(model, (x, "one")), (x, "one"))
+    pull, optimizer = method(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    pull.begin_task("one", optimizer)
+    model(x, "one").sum().backward()
+    optimizer.step()
+    pull.end_task([x])
+    assert pull.memory() == method.forecast_memory(outline, 1, {}).counts
