@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agscl.experiments.search import Trial
 
 TITLES = {name: listed.title for name, listed in METHODS.items()}
-OTHER_PURPOSES = {"bases": "bases", "start": "starting weights", "statistics": "BatchNorm statistics of each task"}
+OTHER_PURPOSES = {"bases": "bases", "start": "initial weights", "statistics": "BatchNorm statistics of each task"}
 """What a method may store besides importances, anchors, masks and embeddings."""
 MAX_MATRIX_TASKS = 10
 """An accuracy matrix of more tasks does not fit 80 columns."""
@@ -226,7 +226,7 @@ def print_memory(forecasts: Mapping[str, Memory], tasks: int, run: tuple[str, Me
         print_line(line)
     agscl = run[1] if run and run[0] == "agscl" else forecasts["agscl"]
     if not agscl.counts.get("start"):
-        print_line(f"with fresh=start AGS-CL also stores {forecasts['agscl'].counts['anchors']:,} starting weights")
+        print_line(f"with reinit_from=start AGS-CL also stores {forecasts['agscl'].counts['anchors']:,} initial weights")
     console.print()
     console.print(_make_ewc_comparison(forecasts["ewc"], agscl))
 
