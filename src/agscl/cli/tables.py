@@ -226,7 +226,8 @@ def print_memory(forecasts: Mapping[str, Memory], tasks: int, run: tuple[str, Me
         print_line(line)
     agscl = run[1] if run and run[0] == "agscl" else forecasts["agscl"]
     if not agscl.counts.get("start"):
-        print_line(f"with reinit_from=start AGS-CL also stores {forecasts['agscl'].counts['anchors']:,} initial weights")
+        count = forecasts["agscl"].counts["anchors"]
+        print_line(f"with reinit_from=start AGS-CL also stores {count:,} initial weights")
     console.print()
     console.print(_make_ewc_comparison(forecasts["ewc"], agscl))
 
