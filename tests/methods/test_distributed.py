@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -16,21 +17,23 @@ from agscl import AGSCL, MultiHead
 from loops import blobs, mlp
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
+def _rank(rank: int, port: int, folder: str, late_heads: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
-    for task in ("t0", "t1"):
+    for task in () if late_heads else ("t0", "t1"):
         model.add_head(task, 3)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    method = AGSCL(
-        parallel, torch.zeros(2, 16), mu=8, lam=1000, rho=0.3, seed=rank
-    )  # other seeds: draws must be broadcast
+    # Other seeds: draws must be broadcast.
+    method = AGSCL(parallel, torch.zeros(2, 16), mu=8, lam=1000, rho=0.3, seed=rank)
     for number in range(2):
         mine = blobs(number)[rank::2]  # other data on each rank
+        if late_heads:  # as in the README's loop; each rank draws another head
+            torch.manual_seed(rank)
+            model.add_head(f"t{number}", 3)
         method.begin_task(f"t{number}", optimizer)
         for _ in range(10):
             for x, y in mine:
@@ -46,11 +49,12 @@ def _rank(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_with_other_data_and_other_seeds_agree_to_the_bit(tmp_path):
+@pytest.mark.parametrize("late_heads", [False, True])
+def test_two_ranks_with_other_data_and_other_seeds_agree_to_the_bit(tmp_path, late_heads):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
+    mp.spawn(_rank, args=(port, str(tmp_path), late_heads), nprocs=2)
     a, b = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert torch.equal(a["omega"], b["omega"])
     assert torch.equal(a["first"], b["first"])

@@ -23,6 +23,7 @@ from agscl.methods._parts.batchnorm import FreezeStatistics, NodeNorms
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
+from agscl.methods._parts.plan import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.state import Knowledge
@@ -99,8 +100,7 @@ class HATPlan(NodePlan):
             self.embedding_values = values
         assert self.embedding is not None
         group = self.optimizers[0].param_groups[0]  # zero_grad and a GradScaler look after its gradient
-        group["params"].append(self.embedding)
-        self._added.append((group, self.embedding))
+        self._add_to_group(group, self.embedding, "agscl.embedding")
         device = self.embedding.device
         if device.type != "cpu":  # a captured step counts on the device
             self.moves, self.position, self.moment_age = (
@@ -146,7 +146,7 @@ class HATPlan(NodePlan):
         super().detach()
         if self.embedding is not None:
             for group in self.optimizers[0].param_groups:
-                group["params"][:] = [p for p in group["params"] if p is not self.embedding]
+                remove_parameter(group, self.embedding)
         if self._norms is not None:
             self._norms.close()
 

@@ -2,7 +2,8 @@
 
 A step of the optimizer runs through fixed phases, whatever methods are attached and in whatever order:
 
-    before   observe the task's gradient → add every penalty's gradient → observe the total → hide frozen gradients
+    before   average gradients that DistributedDataParallel does not → observe the task's gradient → add every
+             penalty's gradient → observe the total → hide frozen gradients
     after    observe the optimizer's change → restore masks and gates → proximal step
 """
 
@@ -62,6 +63,9 @@ class StepHooks:
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._show_gradients()  # of a step that raised
+        if not self._penalties_added:
+            for plan in self.plans:
+                plan.start_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._prepare_gradients(optimizer)
@@ -82,6 +86,8 @@ class StepHooks:
     def add_penalties(self, optimizer: Optimizer) -> None:
         """Add every penalty's gradient; the next step will not add them again."""
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still scaled
+        for plan in self.plans:
+            plan.average_gradients(optimizer)
         for plan in self.plans:
             plan.observe_gradients(optimizer, scale)
         for plan in self.plans:

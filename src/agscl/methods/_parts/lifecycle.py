@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -66,6 +67,7 @@ class Method:
             raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(known) or 'none'}.")
         self.config = self.Config(**settings)
         self.model = unwrap_model(model)
+        self.averaged_by_ddp = find_ddp_parameters(model)
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
         self.plan: plans.Plan | None = None  # of the task under way
@@ -160,7 +162,9 @@ class Method:
         plan.detach()
         self.plan = None
         names = self.heads.tensor_names(plan.task, self.tasks)
-        self.knowledge.head_digests[plan.task] = digest_tensors(self.model.state_dict(), names)
+        digest = digest_tensors(self.model.state_dict(), names)
+        self.knowledge.head_digests[plan.task] = digest
+        self._check_ranks(plan.task, digest)
 
     def loss(self, x: Any, output: Any) -> Tensor:
         """A term to add to the task's loss; 0 for methods that need none."""
@@ -212,6 +216,7 @@ class Method:
             changes = ", ".join(f"{key} {stored[key]!r} → {own[key]!r}" for key in other)
             warn_user(f"The state was saved with other settings: {changes}. What follows uses the new ones.")
         self._load_knowledge(state["knowledge"], None if plan is None else plan["task"])
+        self._restore_parameter_order(optimizers)
         if plan is not None:
             self.plan = self.Plan(self, plan["task"], optimizers, plan["epochs"], plan["steps_per_epoch"])
             self.plan.load_state_dict(plan)
@@ -222,6 +227,18 @@ class Method:
         """Replace the knowledge; `task` is the one under way in that state."""
         self._drop_plan()
         self.knowledge.load_state_dict(state, next(self.model.parameters()).device)
+
+    def _restore_parameter_order(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give the optimizers' parameters the order they were saved in: torch loads their moments by position."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for optimizer, groups in zip(optimizers, self.knowledge.parameter_order, strict=False):
+            for group, order in zip(optimizer.param_groups, groups, strict=False):
+                place = {name: number for number, name in enumerate(order)}
+                if {names.get(id(p)) for p in group["params"]} == {name for name in order if name}:
+                    numbers = [place[names[id(p)]] for p in group["params"]]
+                    ranks = sorted(range(len(numbers)), key=numbers.__getitem__)
+                    for key in ("params", "param_names") if "param_names" in group else ("params",):
+                        group[key][:] = [group[key][rank] for rank in ranks]
 
     def cancel_task(self) -> None:
         """Undo `begin_task`, as if it had not been called."""
@@ -363,6 +380,22 @@ class Method:
             raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
         return self.plan
 
+    def _check_ranks(self, task: str, digest: str) -> None:
+        """Warn where ranks that train together ended a task with other weights of its head."""
+        if not (dist.is_available() and dist.is_initialized()) or self.heads.is_shared:
+            return
+        device = next(self.model.parameters()).device
+        words = torch.tensor([int(digest[at : at + 8], 16) for at in range(0, len(digest), 8)], device=device)
+        highest, lowest = words.clone(), -words
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        dist.all_reduce(lowest, dist.ReduceOp.MAX)
+        if not torch.equal(highest, -lowest):
+            self.warn_once(
+                "ranks",
+                f"The head of task {task!r} differs between ranks: its gradients were not averaged. Give the method "
+                "the DistributedDataParallel model, not the one inside it, or wrap the model after adding the head.",
+            )
+
     def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
         if not optimizers:
             raise ValueError("Give the optimizer that trains the model: begin_task(task, optimizer).")
@@ -387,6 +420,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             "Use DistributedDataParallel, which is."
         )
     return model
+
+
+def find_ddp_parameters(model: nn.Module) -> set[int] | None:
+    """Ids of the parameters whose gradients DistributedDataParallel averages; None where the model is not wrapped."""
+    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        return find_ddp_parameters(inner)
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return None
+    return {id(p) for p in getattr(model, "_module_parameters", model.parameters())}
 
 
 def warn_user(message: str) -> None:

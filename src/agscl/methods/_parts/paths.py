@@ -57,6 +57,9 @@ class PathPlan(WeightPlan):
         """What is integrated along the path."""
         return [self.path]
 
+    def start_step(self, optimizer: Optimizer) -> None:
+        self._steps.pop(self.optimizers.index(optimizer), None)  # of a step that raised
+
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         super().observe_gradients(optimizer, scale)
         if self.method.path_gradient == "task":
@@ -68,10 +71,11 @@ class PathPlan(WeightPlan):
 
     def _observe(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Remember where the weights are, and the gradient there."""
+        number = self.optimizers.index(optimizer)
+        if number in self._steps:  # a closure that is called several times: the step starts at the first
+            return
         selected = self.protected_by(optimizer).select_with_gradient()
         gradients, parameters, (_, _, before, kept, *tables) = selected
-        number = self.optimizers.index(optimizer)
-        self._steps.pop(number, None)
         if not gradients:
             return
         assert before is not None

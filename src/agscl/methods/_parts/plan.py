@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from agscl.methods._parts.hooks import StepHooks
@@ -14,7 +16,7 @@ from agscl.methods._parts.state import load_attributes, save_attributes
 if TYPE_CHECKING:
     from agscl.methods._parts.lifecycle import Method
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "remove_parameter"]
 
 
 class Plan:
@@ -42,6 +44,7 @@ class Plan:
         self.frozen: list[nn.Parameter] = []  # no step may move them: heads of other tasks, what is excluded
         self._trainable: list[tuple[nn.Parameter, bool]] = []  # what requires_grad was
         self._added: list[tuple[dict[str, Any], nn.Parameter]] = []  # (group, parameter) given to an optimizer
+        self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
 
     # The life of a plan ----------------------------------------------------------------------------------------------
 
@@ -49,6 +52,8 @@ class Plan:
         """Hook the optimizers, give them the new head, freeze the other heads."""
         method = self.method
         self._add_head_to_optimizer()
+        self._average_head()
+        method.knowledge.parameter_order = self._list_parameter_order()
         if not method.heads.is_shared:
             self.freeze(method.heads.other_parameters(self.task, method.tasks))
         for optimizer in self.optimizers:
@@ -72,7 +77,7 @@ class Plan:
         """As `detach`, for a task that could not begin: the optimizers lose the new head too."""
         self.detach()
         for group, parameter in self._added:
-            group["params"][:] = [p for p in group["params"] if p is not parameter]
+            remove_parameter(group, parameter)
 
     def _add_head_to_optimizer(self) -> None:
         """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
@@ -81,10 +86,32 @@ class Plan:
         known = {id(p) for group in groups for p in group["params"]}
         head_ids = {id(p) for p in heads.parameters(tasks).values()}
         home = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
+        names = {id(p): name for name, p in self.method.model.named_parameters()}
         for parameter in heads.get_head(self.task, tasks).parameters():
             if id(parameter) not in known:
-                home["params"].append(parameter)
-                self._added.append((home, parameter))
+                self._add_to_group(home, parameter, names[id(parameter)])
+
+    def _add_to_group(self, group: dict[str, Any], parameter: nn.Parameter, name: str) -> None:
+        group["params"].append(parameter)
+        if "param_names" in group:  # of an optimizer made of named_parameters()
+            group["param_names"].append(name)
+        self._added.append((group, parameter))
+
+    def _average_head(self) -> None:
+        """Where ranks train together, let them start with one head, and average its gradients if DDP will not."""
+        method = self.method
+        if not (dist.is_available() and dist.is_initialized()) or method.averaged_by_ddp is None:
+            return
+        for parameter in method.heads.get_head(self.task, method.tasks).parameters():
+            if id(parameter) not in method.averaged_by_ddp and not isinstance(parameter, UninitializedParameter):
+                dist.broadcast(parameter.detach(), 0)
+                self._averaged.append(parameter)
+
+    def _list_parameter_order(self) -> list[list[list[str]]]:
+        """Per optimizer and group, the names of the parameters in their order, by which torch saves their moments."""
+        names = {id(p): name for name, p in self.method.model.named_parameters()}
+        groups = [optimizer.param_groups for optimizer in self.optimizers]
+        return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let no step of this task move the parameters."""
@@ -98,6 +125,7 @@ class Plan:
 
     # The phases of a step; each is nothing here ----------------------------------------------------------------------
 
+    def start_step(self, optimizer: Optimizer) -> None: ...
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
     def observe_total(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
@@ -105,6 +133,14 @@ class Plan:
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
     def proximal_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
     def end_epoch(self) -> None: ...
+
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average over ranks what DistributedDataParallel does not know: a head added after it was wrapped."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._averaged else set()
+        for parameter in self._averaged:
+            if id(parameter) in trained and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
 
     def count_step(self, optimizer: Optimizer) -> None:
         self.steps += optimizer is self.optimizers[0]
@@ -123,3 +159,11 @@ class Plan:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         names = [name for name in state if name not in ("task", "epochs")]
         load_attributes(self, {name: state[name] for name in names}, next(self.method.model.parameters()).device)
+
+
+def remove_parameter(group: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Take a parameter, and its name where there are names, out of a group of an optimizer."""
+    for place in reversed([place for place, p in enumerate(group["params"]) if p is parameter]):
+        del group["params"][place]
+        if "param_names" in group:
+            del group["param_names"][place]

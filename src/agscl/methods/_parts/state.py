@@ -28,6 +28,7 @@ class Knowledge:
     head_digests: dict[str, str] = field(default_factory=dict)  # of each learned task's head, when it was learned
     warned: list[str] = field(default_factory=list)  # warnings that were given
     statistics: dict[str, Any] = field(default_factory=dict)  # of the last task
+    parameter_order: list[list[list[str]]] = field(default_factory=list)  # per optimizer and group, when a task began
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
         """The tensors held between tasks, by purpose."""

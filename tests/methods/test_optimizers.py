@@ -1,0 +1,290 @@
+"""Several optimizers, steps that fail, closures, names, schedules and how long things live."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from agscl import AGSCL, EWC, HAT, SI, FineTune, LwF, MultiHead, PackNet, RWalk
+from agscl.graph.nodes import NodeGraph
+from agscl.methods._parts.hooks import StepHooks
+from loops import adam, bits, blobs, learn, make, mlp, same
+
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+
+EXAMPLE = torch.zeros(2, 16)
+ALL = [AGSCL, EWC, SI, RWalk, HAT, PackNet, LwF, FineTune]
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return MultiHead(mlp(), features=32)
+
+
+def split(model, kind=torch.optim.Adam, rate=1e-2):
+    """An optimizer for each half of the trunk; the first also trains the heads."""
+    lower = kind([*model.trunk[0].parameters(), *model.heads.parameters()], lr=rate)
+    return lower, kind(model.trunk[2].parameters(), lr=rate)
+
+
+def learn_with(method, optimizers, number, *, steps=range(16), begin=True, end=True, order=(0, 1)):
+    model, task, data = method.model, f"t{number}", blobs(number)
+    if begin:
+        torch.manual_seed(number)
+        if task not in model.heads:
+            model.add_head(task, 3)
+        method.begin_task(task, *optimizers, epochs=4, steps_per_epoch=len(data))
+    model.train()
+    for step in steps:
+        x, y = data[step % len(data)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        output = model(x, task)
+        (F.cross_entropy(output, y) + method.loss(x, output)).backward()
+        for place in order:
+            optimizers[place].step()
+        if step % len(data) == len(data) - 1:
+            method.end_epoch()
+    if end:
+        method.end_task(data)
+
+
+def test_the_factor_of_hat_is_applied_once_with_two_optimizers():
+    def gradients(optimizers_of):
+        model = build()
+        method = HAT(model, EXAMPLE, mask="gradient")
+        optimizers = optimizers_of(model)
+        learn_with(method, optimizers, 0, order=range(len(optimizers)))
+        method.knowledge.used.fill_(0.5)
+        learn_with(method, optimizers, 1, steps=range(1), order=range(len(optimizers)), end=False)
+        return bits(model.trunk)
+
+    one = gradients(lambda model: (torch.optim.SGD(model.parameters(), lr=1e-2),))
+    two = gradients(lambda model: split(model, torch.optim.SGD))
+    assert same(one, two)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_without_proximal_steps_every_optimizer_gets_the_penalty_of_its_weights_in_any_order(order):
+    model = build()
+    method = AGSCL(model, EXAMPLE, mu=0.5, lam=50, rho=0.3, prox=False, tau=0.05)
+    optimizers = split(model, torch.optim.SGD)
+    learn_with(method, optimizers, 0)
+    learn_with(method, optimizers, 1, steps=range(3), end=False)
+    x, y = blobs(1)[3]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    F.cross_entropy(model(x, "t1"), y).backward()
+    before = {name: p.grad.clone() for name, p in model.trunk.named_parameters()}
+    seen = {}
+
+    def look(optimizer, *_):
+        trained = {id(p) for p in optimizer.param_groups[0]["params"]}
+        seen.update({n: p.grad.clone() for n, p in model.trunk.named_parameters() if id(p) in trained})
+
+    for place in order:
+        optimizers[place].register_step_pre_hook(look)
+        optimizers[place].step()
+    for name in ("0.weight", "2.weight"):
+        assert not torch.equal(seen[name], before[name]), name
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_saved_in_the_middle_of_a_task_with_two_optimizers_it_continues_bit_identically(cls):
+    def run(stop_at):
+        model = build()
+        method, optimizers = make(cls, model), split(model)
+        learn_with(method, optimizers, 0)
+        if stop_at is None:
+            learn_with(method, optimizers, 1)
+        else:
+            learn_with(method, optimizers, 1, steps=range(stop_at), end=False)
+            saved = copy.deepcopy((model.state_dict(), [o.state_dict() for o in optimizers], method.state_dict()))
+            model = build(seed=9)
+            for task in ("t0", "t1"):
+                model.add_head(task, 3)
+            model.load_state_dict(saved[0])
+            method, optimizers = make(cls, model), split(model)
+            method.load_state_dict(saved[2], *optimizers)
+            for optimizer, state in zip(optimizers, saved[1], strict=True):
+                optimizer.load_state_dict(state)
+            learn_with(method, optimizers, 1, steps=range(stop_at, 16), begin=False)
+        learn_with(method, optimizers, 2)
+        return bits(model)
+
+    assert same(run(None), run(6))
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_what_is_dropped_in_the_middle_of_a_task_is_freed(cls):
+    model = build()
+    method, optimizer = make(cls, model), adam(model)
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, epochs=2, steps_per_epoch=4)
+    dropped = [weakref.ref(thing) for thing in (model, method, optimizer)]
+    del model, method, optimizer
+    gc.collect()
+    assert [ref() for ref in dropped] == [None, None, None]
+
+
+def test_nested_excluded_modules_are_given_back_as_they_were():
+    model = MultiHead(nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 32), nn.ReLU()))
+    model.trunk[0][0].bias.requires_grad_(False)
+    required = [p.requires_grad for p in model.parameters()]
+    method = AGSCL(model, EXAMPLE, exclude=["trunk.0", "trunk.0.0"])
+    model.add_head("t0", 3)
+    method.begin_task("t0", adam(model))
+    assert not any(p.requires_grad for p in model.trunk[0].parameters())
+    method.close()
+    assert [p.requires_grad for p in model.parameters()] == [*required, True, True]
+
+
+def test_building_a_graph_seeds_no_gpu(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("every GPU of the process was seeded")
+
+    monkeypatch.setattr(torch, "manual_seed", refuse)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+    model, state = MultiHead(mlp(), features=32), torch.get_rng_state()
+    NodeGraph(model, EXAMPLE)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("cls", [SI, RWalk])
+@pytest.mark.parametrize("gradient", ["task", "total"])
+def test_under_lbfgs_a_path_starts_where_the_step_starts(cls, gradient):
+    model = build()
+    model.add_head("t0", 3)
+    method = cls(model, gradient=gradient)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    method.begin_task("t0", optimizer)
+    x, y = blobs(0)[0]
+    start, first = bits(model.trunk), {}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, "t0"), y)
+        loss.backward()
+        first.update({} if first else {n: p.grad.clone() for n, p in model.trunk.named_parameters()})
+        return loss
+
+    optimizer.step(closure)
+    if cls is SI:
+        for name, parameter in model.trunk.named_parameters():
+            expected = first[name] * (start[name] - parameter.detach())
+            torch.testing.assert_close(method.plan.path[f"trunk.{name}"], expected)
+    else:
+        assert any(bool(path.any()) for path in method.plan.path.values())
+
+
+@pytest.mark.parametrize("cls", [FineTune, AGSCL, HAT])
+def test_an_optimizer_made_of_named_parameters_keeps_a_name_for_each(cls):
+    model = build()
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=1e-2)
+    method = make(cls, model)
+    for number in range(2):
+        learn(method, optimizer, number, epochs=1, end=False)
+        (group,) = optimizer.param_groups
+        assert len(group["param_names"]) == len(group["params"])
+        method.end_task(blobs(number))
+        assert group["param_names"] == [
+            next(name for name, p in model.named_parameters() if p is held) for held in group["params"]
+        ]
+
+
+def test_a_step_that_raises_loses_no_gradient_and_brings_no_stale_one_back():
+    model = build()
+    for task in ("t0", "t1"):
+        model.add_head(task, 3)
+    optimizer, method = adam(model), FineTune(model)
+    learn(method, optimizer, 0, epochs=1)
+    method.begin_task("t1", optimizer)
+    frozen = model.heads["t0"].weight
+    frozen.grad = torch.ones_like(frozen)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    model(blobs(1)[0][0], "t1").sum().backward()
+    optimizer.step()
+    assert torch.equal(frozen.grad, torch.ones_like(frozen)), "it was hidden from the step, and is there again"
+    frozen.grad = torch.zeros_like(frozen)
+    optimizer.step()
+    assert torch.equal(frozen.grad, torch.zeros_like(frozen))
+
+
+class HeadsFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.ModuleDict({"t0": nn.Linear(32, 3)})
+        self.body = mlp()
+
+    def forward(self, x, task):
+        return self.out[task](self.body(x))
+
+
+@pytest.mark.parametrize("middle", [True, False])
+def test_moments_find_their_parameters_where_heads_are_declared_before_the_trunk(middle):
+    def begin(model, method, optimizer, number, steps=8, end=True):
+        task = f"t{number}"
+        method.begin_task(task, optimizer)
+        for x, y in blobs(number) * (steps // 4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, task), y).backward()
+            optimizer.step()
+        if end:
+            method.end_task(blobs(number))
+
+    torch.manual_seed(0)
+    model = HeadsFirst()
+    optimizer, method = adam(model), FineTune(model, heads="out")
+    begin(model, method, optimizer, 0)
+    model.out["t1"] = nn.Linear(32, 3)
+    begin(model, method, optimizer, 1, end=not middle)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), method.state_dict()))
+    moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+
+    model = HeadsFirst()
+    model.out["t1"] = nn.Linear(32, 3)
+    model.load_state_dict(saved[0])
+    optimizer, method = adam(model), FineTune(model, heads="out")
+    method.load_state_dict(saved[2], optimizer)
+    optimizer.load_state_dict(saved[1])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], moments[name]), name
+
+
+def test_a_rate_that_ends_every_epoch_near_zero_frees_nodes_all_the_same():
+    def count_free(anneal):
+        model = build()
+        method, optimizer = AGSCL(model, EXAMPLE, mu=20, lam=1000, rho=0.3), adam(model)
+        model.add_head("t0", 3)
+        method.begin_task("t0", optimizer)
+        for _ in range(12):
+            for step, (x, y) in enumerate(blobs(0)):
+                optimizer.param_groups[0]["lr"] = 1e-2 * (1 + math.cos(math.pi * step / 3)) / 2 if anneal else 5e-3
+                optimizer.zero_grad()
+                F.cross_entropy(model(x, "t0"), y).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(blobs(0))
+        return int(method.free.sum())
+
+    annealed, constant = count_free(True), count_free(False)
+    assert constant > 10
+    assert annealed > constant / 2
+
+
+def test_detached_hooks_leave_nothing_on_the_optimizer():
+    model = build()
+    optimizer, method = adam(model), FineTune(model)
+    learn(method, optimizer, 0, epochs=1)
+    assert StepHooks.get(optimizer) is None
+    assert not [name for name in vars(optimizer) if "agscl" in name]
