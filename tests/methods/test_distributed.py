@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from agscl import AGSCL, MultiHead
-from loops import blobs, mlp
+from loops import blobs, leave_process_group, mlp
 
 
 def _rank(rank: int, port: int, folder: str, late_heads: bool) -> None:
@@ -46,7 +46,7 @@ def _rank(rank: int, port: int, folder: str, late_heads: bool) -> None:
         {"model": model.state_dict(), "omega": method.knowledge.omega, "first": method.knowledge.first_task},
         Path(folder) / f"{rank}.pt",
     )
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.mark.parametrize("late_heads", [False, True])

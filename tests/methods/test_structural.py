@@ -29,7 +29,7 @@ from agscl.networks import NETWORKS
 from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, derive_seed
-from loops import bits, blobs, make, mlp, same
+from loops import bits, blobs, leave_process_group, make, mlp, same
 from zoo import SUPPORTED
 
 ALL = [HAT, PackNet, LwF, GPM, Frozen]
@@ -337,7 +337,7 @@ def _rank(rank, port, folder):
         torch.save(
             [model.state_dict(), getattr(method.knowledge, held) if held else {}], f"{folder}/{cls.__name__}-{rank}.pt"
         )
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def test_two_ranks_with_other_data_and_other_seeds_agree_to_the_bit(tmp_path):
