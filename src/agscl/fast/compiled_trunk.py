@@ -41,8 +41,7 @@ class CompiledTrunk:
         self.fused = FusedTrunk(network, own_convolutions) if fusable and supports_network(network) else None
         self.torch_compiled = None if self.fused else self._compile_with_torch()
         self.version = 0
-        """Counts how often the way of computing changed: a graph captured before must be captured again."""
-        self._first_pass_done = False
+        """Counts up when torch's compiler replaces our kernels: what is to be captured must be warmed up again then."""
         self._triton_checked = not on_gpu
         self._warm_up = WarmUp(device) if self.fused and on_gpu else None
 
@@ -51,23 +50,15 @@ class CompiledTrunk:
             self.network, self.device, rewrite_layers=self.rewrite_layers, own_convolutions=self.own_convolutions
         )
 
-    def start_task(self) -> None:
-        """Run the next pass uncompiled: a method may examine the network at the first pass of a task."""
-        self._first_pass_done = False
+    def wait_for_warm_up(self) -> None:
+        """Wait for the threads that warm up the device and Triton; to be called before the first step."""
         if self._warm_up is not None:
-            self._warm_up.wait_for_device()
+            self._warm_up.wait()
+            self._warm_up = None
 
     @contextmanager
     def enabled(self, full_batch: bool = True) -> Iterator[None]:
         """Let calls of the trunk run the fast way; torch's compiler is used for full batches alone."""
-        if not self._first_pass_done:
-            yield
-            self._first_pass_done = True
-            self.version += 1
-            return
-        if self._warm_up is not None:
-            self._warm_up.wait_for_triton()
-            self._warm_up = None
         if any(map(has_forward_hooks, self.network.modules())):
             yield
         elif self.torch_compiled is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,7 @@ class CompiledEngine(PlainEngine):
 
     def start_task(self) -> None:
         super().start_task()
-        self.trunk.start_task()
+        self.trunk.wait_for_warm_up()
 
     def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
         return self.trunk.enabled(full_batch)
@@ -109,7 +109,7 @@ class GraphEngine(Engine):
 
     def start_task(self) -> None:
         if self.trunk is not None:
-            self.trunk.start_task()
+            self.trunk.wait_for_warm_up()
         self.runner.forget_warm_ups()
         self.state = _DeviceState(self.trainer)
 
@@ -163,11 +163,7 @@ class GraphEngine(Engine):
         state.order.copy_(trainer.epoch_order(pin_memory=pinned), non_blocking=pinned)
         for start in range(trainer.step * size, count, size):
             width = min(size, count - start)
-            self.runner.run(width, partial(self._step, state, width))
-            # At the first step of a task a method may examine the network; later the trunk may be compiled otherwise.
-            if (way := 0 if self.trunk is None else self.trunk.version) != state.warm_way:
-                self.runner.forget_warm_ups()
-                state.warm_way = way
+            self._run(width, partial(self._step, state, width))
             trainer.step += 1
 
     def _launch_end_of_epoch(self, state: _DeviceState) -> None:
@@ -176,7 +172,7 @@ class GraphEngine(Engine):
             # Not before all steps are captured: methods hand tensors of the last captured step to the end of the epoch.
             widths = {min(size, count), count % size or size}
             captured = self.runner.graphs.keys() >= widths
-            self.runner.run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
+            self._run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
             return
         trainer.method.end_epoch()
         if trainer.method.plan_version != state.method_version:
@@ -184,7 +180,14 @@ class GraphEngine(Engine):
             self.runner.release()
             state.best_loss.fill_(math.inf)  # e.g. pruned: weights of earlier epochs cannot be restored any more
             state.stalled_epochs.zero_()
-        self.runner.run("end", partial(self._end_epoch, state, call_method=False))
+        self._run("end", partial(self._end_epoch, state, call_method=False))
+
+    def _run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
+        """Run, capture or replay the work; all warm-ups are repeated if the trunk was compiled anew meanwhile."""
+        version = None if self.trunk is None else self.trunk.version
+        self.runner.run(key, work, may_capture)
+        if self.trunk is not None and self.trunk.version != version:
+            self.runner.forget_warm_ups()
 
     def _queue_figures(self, state: _DeviceState) -> None:
         """Start copying the epoch's figures to the host."""
@@ -280,5 +283,3 @@ class _DeviceState:
         self.launched: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         """Epochs that are not reported yet: number, figures on the host, and the event after which these are there."""
         self.method_version = trainer.method.plan_version
-        self.warm_way: int | None = None
-        """The version of the compiled trunk with which the last step ran."""

@@ -19,21 +19,19 @@ class WarmUp:
     """Warms up the device and Triton in two threads, unless Triton was imported before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = Thread(target=warm_up_device, args=(device,))
-        self._triton = Thread(target=precompute_triton_cache_key)
-        self._needed = "triton" not in sys.modules
-        if self._needed:
-            self._device.start()
-            self._triton.start()
+        self._threads: list[Thread] = []
+        if "triton" not in sys.modules:
+            self._threads = [
+                Thread(target=warm_up_device, args=(device,)),
+                Thread(target=precompute_triton_cache_key),
+            ]
+        for thread in self._threads:
+            thread.start()
 
-    def wait_for_device(self) -> None:
-        """Before anything else runs there: memory that two streams share would not be in order."""
-        if self._needed:
-            self._device.join()
-
-    def wait_for_triton(self) -> None:
-        if self._needed:
-            self._triton.join()
+    def wait(self) -> None:
+        """To be called before work is launched on another stream: nothing orders it after the warm-up."""
+        for thread in self._threads:
+            thread.join()
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class TrainingConfig:
     """Whether images and convolutions are stored channels last, which is faster on most machines."""
     compile: bool = False
     """Whether the trunk is compiled for training, by torch or, where they support it, with Triton kernels of our own;
-    takes some seconds once. The first step of a task, or after resuming, is not compiled."""
+    takes some seconds once."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
