@@ -20,7 +20,7 @@ from agscl.data.hub import list_parquet_files, request_headers
 from agscl.data.manifest import Manifest, is_complete, read_manifest, write_manifest
 from agscl.data.progress import MakeProgress, ProgressLine
 from agscl.data.remote import RemoteFile, check_file_name, compute_digest
-from agscl.system.files import lock_file
+from agscl.system.files import lock_file, open_for_writing
 
 
 def download_dataset(name: str, make_progress: MakeProgress = ProgressLine) -> Path:
@@ -172,7 +172,7 @@ def _convert_files(source: Path, folder: Path, convert: Callable[[Path], dict[st
         for split, table in convert(source).items():
             path = folder / f"{split}.parquet"
             temporary = path.with_name(path.name + ".tmp")
-            with open(temporary, "wb") as file:
+            with open_for_writing(temporary) as file:
                 parquet.write_table(table, file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,22 +1,31 @@
-"""The Hugging Face hub: which files a dataset or a model has there, and their checksums."""
+"""The Hugging Face hub: which files a dataset or a model has there, and their checksums.
+
+The hub's own client says who the user is (`HF_TOKEN`, or a login); requests are made by `agscl.data.http`, since the
+client reads answers of any length and believes what they contain.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import time
+import urllib.error
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from agscl.data.errors import DownloadFailed
-from agscl.data.remote import Algorithm, RemoteFile
+from agscl.data.http import REQUEST_ERRORS, describe_error, make_printable, read_headers, read_json
+from agscl.data.remote import Algorithm, RemoteFile, check_file_name, parse_size
 
 PARQUET_BRANCH = "refs/convert/parquet"
 """The branch in which the hub stores every dataset as CONFIG/SPLIT/0000.parquet, 0001.parquet ..."""
 ATTEMPTS = 3
 RETRY_DELAY = 1.0
 """Seconds before the second attempt; doubled before the third."""
-TIMEOUT = 30.0
 SHA256_DIGITS, GIT_DIGITS = 64, 40
+REPOSITORY = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?", re.ASCII)
 
 T = TypeVar("T")
 
@@ -31,48 +40,90 @@ def hub_endpoint() -> str:
 
 def list_parquet_files(name: str) -> tuple[str, dict[str, dict[str, list[RemoteFile]]]]:
     """The newest revision of a dataset as Parquet, and its files by configuration and split."""
-    hub = _import_client()
-    api = hub.HfApi(endpoint=hub_endpoint(), library_name="agscl")
-    info = _ask(
+    url = f"{hub_endpoint()}/api/datasets/{quote(name)}/revision/{quote(PARQUET_BRANCH, safe='')}?blobs=True"
+    headers = request_headers(url)
+    answer = _ask(
         name,
-        lambda: api.dataset_info(name, revision=PARQUET_BRANCH, files_metadata=True, timeout=TIMEOUT),
+        name,
+        lambda: read_json(url, headers),
         no_revision="the hub has no Parquet files of this dataset",
     )
+    try:
+        revision, files = _read_listing(name, answer)
+    except ValueError as error:
+        raise DownloadFailed(f"{hub_endpoint()} describes a file of {name} wrongly: {error}") from error
+    if not files:
+        raise DownloadFailed(f"the hub has no Parquet files of {name}: see {hub_endpoint()}/datasets/{name}")
+    return revision, files
+
+
+def _read_listing(name: str, answer: Any) -> tuple[str, dict[str, dict[str, list[RemoteFile]]]]:
+    """Revision and files in the hub's answer; raises ValueError where something is missing or of a wrong type."""
+    if not isinstance(answer, dict):
+        raise ValueError(f"its answer is a {type(answer).__name__}, not an object")
+    revision, entries = answer.get("sha"), answer.get("siblings")
+    if not isinstance(revision, str) or not re.fullmatch("[0-9a-f]{40,64}", revision):
+        raise ValueError(f"its revision (sha) is {_quote(revision)}")
+    if entries is None:
+        return revision, {}
+    if not isinstance(entries, list):
+        raise ValueError(f"its list of files (siblings) is a {type(entries).__name__}")
     files: dict[str, dict[str, list[RemoteFile]]] = {}
-    for entry in info.siblings or []:
-        parts = entry.rfilename.split("/")
+    for entry in entries:
+        path = entry.get("rfilename") if isinstance(entry, dict) else None
+        if not isinstance(path, str):
+            raise ValueError(f"the name of a file (rfilename) is {_quote(path)}")
+        parts = path.split("/")
         if len(parts) == 3 and parts[2].endswith(".parquet"):
-            config, split, file_name = parts
-            url = hub.hf_hub_url(name, entry.rfilename, repo_type="dataset", revision=info.sha, endpoint=hub_endpoint())
-            try:
-                if entry.lfs is None:  # small: stored by git itself
-                    file = RemoteFile(url, file_name, entry.blob_id, "git", entry.size)
-                else:
-                    file = RemoteFile(url, file_name, entry.lfs.sha256, "sha256", entry.size)
-            except ValueError as error:
-                raise DownloadFailed(f"{hub_endpoint()} describes a file of {name} wrongly: {error}") from error
-            files.setdefault(config, {}).setdefault(split, []).append(file)
+            for part in parts:
+                check_file_name(part)
+            config, split, _ = parts
+            url = f"{hub_endpoint()}/datasets/{name}/resolve/{revision}/{quote(path)}"
+            files.setdefault(config, {}).setdefault(split, []).append(_read_entry(entry, url, parts[2]))
     for splits in files.values():
         for shards in splits.values():
             shards.sort(key=lambda shard: shard.file)
-    if not files:
-        raise DownloadFailed(f"the hub has no Parquet files of {name}: see {hub_endpoint()}/datasets/{name}")
-    return info.sha, files
+            for shard, following in itertools.pairwise(shards):
+                if shard.file == following.file:
+                    raise ValueError(f"{shard.file!r} is listed twice")
+    return revision, files
+
+
+def _read_entry(entry: dict[str, Any], url: str, file_name: str) -> RemoteFile:
+    lfs, size = entry.get("lfs"), entry.get("size")
+    if size is None:
+        raise ValueError(f"{file_name!r} has no size")
+    if lfs is None:  # small: stored by git itself
+        return RemoteFile(url, file_name, entry.get("blobId"), "git", size)  # type: ignore[arg-type]  # it checks
+    if not isinstance(lfs, dict):
+        raise ValueError(f"the checksum of {file_name!r} (lfs) is {_quote(lfs)}")
+    return RemoteFile(url, file_name, lfs.get("sha256", lfs.get("oid")), "sha256", size)  # type: ignore[arg-type]
+
+
+def _quote(value: object) -> str:
+    return "missing" if value is None else make_printable(repr(value), 100)
 
 
 def describe_model_file(repository: str, revision: str, path: str, save_as: str) -> RemoteFile:
     """A file of a model repository with the checksum that the hub states for it."""
-    hub = _import_client()
-    url = hub.hf_hub_url(repository, path, revision=revision, endpoint=hub_endpoint())
-    metadata = _ask(
+    url = f"{hub_endpoint()}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}"
+    headers = request_headers(url)
+    status, answer = _ask(
         url,
-        lambda: hub.get_hf_file_metadata(url, timeout=TIMEOUT, endpoint=hub_endpoint()),
+        repository,
+        lambda: read_headers(url, headers),
         no_revision=f"there is no revision {revision!r}",
     )
-    etag = (metadata.etag or "").lower()
+    etag = (answer.get("X-Linked-Etag") or answer.get("ETag") or "").removeprefix("W/").strip('"').lower()
+    length = answer.get("X-Linked-Size") or (None if status >= 300 else answer.get("Content-Length"))
     algorithms: dict[int, Algorithm] = {SHA256_DIGITS: "sha256", GIT_DIGITS: "git"}  # large files, small files
     try:
-        return RemoteFile(url, save_as, etag, algorithms[len(etag)], metadata.size)
+        check_file_name(save_as)
+        size = None if length is None else parse_size(length)
+    except ValueError as error:
+        raise DownloadFailed(f"{url} cannot be downloaded: {error}") from error
+    try:
+        return RemoteFile(url, save_as, etag, algorithms[len(etag)], size)
     except (KeyError, ValueError) as error:
         raise DownloadFailed(
             f"the hub states no checksum for {url}, so it cannot be verified. Download it yourself and give the path "
@@ -98,13 +149,17 @@ def _import_client() -> Any:
     return huggingface_hub
 
 
-def _ask(subject: str, request: Callable[[], T], no_revision: str) -> T:
+def _ask(subject: str, repository: str, request: Callable[[], T], no_revision: str) -> T:
     """What `request` returns, tried again after a temporary failure; `no_revision` explains a missing revision."""
     for attempt in range(ATTEMPTS):
         try:
+            if not REPOSITORY.fullmatch(repository) or ".." in repository:
+                raise ValueError("this is not the name of a repository")
+            if _import_client().constants.HF_HUB_OFFLINE:
+                raise ConnectionError("HF_HUB_OFFLINE is set")
             return request()
-        except Exception as error:  # the client's versions use different HTTP libraries, each with errors of its own
-            status = _status(error)
+        except REQUEST_ERRORS as error:
+            status = error.code if isinstance(error, urllib.error.HTTPError) else None
             if attempt + 1 < ATTEMPTS and status is not None and (status in (408, 429) or status >= 500):
                 time.sleep(RETRY_DELAY * 2.0**attempt)
                 continue
@@ -116,19 +171,15 @@ def _ask(subject: str, request: Callable[[], T], no_revision: str) -> T:
     raise AssertionError("unreachable")
 
 
-def _status(error: Exception) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _describe_error(error: Exception, no_revision: str) -> str:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError) or _status(error) == 403:
+def _describe_error(error: BaseException, no_revision: str) -> str:
+    if not isinstance(error, urllib.error.HTTPError) or 300 <= error.code < 400:
+        return describe_error(error).rstrip(".")
+    error.close()
+    code = error.headers.get("X-Error-Code")
+    if code == "GatedRepo" or error.code == 403:
         return "access is refused: accept the terms on its page, and set HF_TOKEN"
-    if isinstance(error, errors.RevisionNotFoundError):
+    if code == "RevisionNotFound":
         return no_revision
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if code == "RepoNotFound" or error.code == 401:
         return "there is no such repository, or it needs a login: check the name, or set HF_TOKEN"
-    if (status := _status(error)) is not None:
-        return f"the server answers {status}"
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return f"the server answers {error.code}"

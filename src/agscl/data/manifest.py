@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agscl.data.errors import DataError, DownloadFailed
 from agscl.data.remote import RemoteFile
-from agscl.system.files import write_atomically
+from agscl.system.files import read_limited, write_atomically
 
 FILE_NAME = "source.json"
+MAX_BYTES = 16 << 20
+RESERVED_SUFFIXES = (".part", ".tmp", ".lock")
+"""Of our own files beside those of the manifest."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files that belong into a folder."""
+    """The files that belong into a folder. Raises ValueError where two of them would be one file."""
 
     origin: str
     """For people: "owner/dataset@revision", or an address."""
     files: list[RemoteFile]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.origin, str):
+            raise ValueError(f"{self.origin!r:.100} does not say where the files come from")
+        names = {FILE_NAME}
+        for file in self.files:
+            # Some file systems do not distinguish upper and lower case, or two ways to write é.
+            name = unicodedata.normalize("NFC", file.file.casefold())
+            if name in names or name.endswith(RESERVED_SUFFIXES):
+                raise ValueError(f"{file.file!r} would replace another file of the same folder")
+            names.add(name)
+
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder that was downloaded, else None. Raises DataError where it names impossible files."""
     try:
-        stored = json.loads((folder / FILE_NAME).read_text())
+        stored = json.loads(read_limited(folder / FILE_NAME, MAX_BYTES))
         origin, entries = stored["from"], [dict(entry) for entry in stored["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     try:
         return Manifest(origin, [RemoteFile(**entry) for entry in entries])

@@ -12,6 +12,12 @@ Algorithm = Literal["sha256", "md5", "git"]
 DIGEST_LENGTHS = {"sha256": 64, "md5": 32, "git": 40}
 """Hexadecimal digits of each checksum; git: the SHA-1 that git computes of a file."""
 CHUNK = 1 << 18
+MAX_SIZE = 1 << 50
+"""Bytes; no file is larger."""
+MAX_NAME_BYTES = 200
+"""File systems allow 255; the rest is for .part and .lock."""
+DEVICE_NAME = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³]|conin\$|conout\$)\s*(\..*)?", re.IGNORECASE)
+"""Names that are devices on Windows, in every folder and with every suffix."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,19 @@ class RemoteFile:
 
     def __post_init__(self) -> None:
         check_file_name(self.file)
-        digits = DIGEST_LENGTHS.get(self.algorithm)
+        if not isinstance(self.url, str) or not self.url.isprintable():
+            raise ValueError(f"{self.url!r:.100} is not an address")
+        digits = DIGEST_LENGTHS.get(self.algorithm) if isinstance(self.algorithm, str) else None
         if digits is None:
-            raise ValueError(f"unknown checksum algorithm {self.algorithm!r}; known are: {', '.join(DIGEST_LENGTHS)}")
+            raise ValueError(
+                f"unknown checksum algorithm {self.algorithm!r:.100}; known are: {', '.join(DIGEST_LENGTHS)}"
+            )
         if not isinstance(self.digest, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", self.digest):
-            raise ValueError(f"{self.digest!r} is not a checksum of {digits} hexadecimal digits ({self.algorithm})")
-        if self.size is not None and (type(self.size) is not int or self.size < 0):
-            raise ValueError(f"{self.size!r} is not a file size")
+            raise ValueError(
+                f"{self.digest!r:.100} is not a checksum of {digits} hexadecimal digits ({self.algorithm})"
+            )
+        if self.size is not None and (type(self.size) is not int or not 0 <= self.size <= MAX_SIZE):
+            raise ValueError(f"{self.size!r:.100} is not a file size")
 
     def matches(self, path: Path) -> bool:
         """Whether the file at `path` has the announced size and checksum."""
@@ -50,11 +62,22 @@ def check_file_name(name: str) -> None:
         not isinstance(name, str)
         or not name
         or name.startswith(".")
+        or name.endswith((".", " "))
         or "/" in name
         or PureWindowsPath(name).name != name
         or not name.isprintable()
+        or DEVICE_NAME.fullmatch(name)
     ):
-        raise ValueError(f"{name!r} is not a plain file name: no folders, no leading dot")
+        raise ValueError(f"{name!r:.100} is not a plain file name: no folders, no leading dot")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"{name!r:.100}… is not a plain file name: it is longer than {MAX_NAME_BYTES} bytes")
+
+
+def parse_size(text: str) -> int:
+    """The number of bytes that a header states; raises ValueError where it is none."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_SIZE)) and int(text) <= MAX_SIZE):
+        raise ValueError(f"{text!r:.100} is not a file size")
+    return int(text)
 
 
 def compute_digest(path: Path, algorithm: Algorithm = "sha256") -> str:

@@ -7,9 +7,10 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def encode_json(content: Any, indent: int | None = 2) -> bytes:
@@ -32,7 +33,7 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open_for_writing(temporary) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -43,6 +44,29 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def open_for_writing(path: Path, *, append: bool = False) -> BinaryIO:
+    """Open a file of ours; a symbolic link in its place is removed, since it may lead to a file elsewhere."""
+    if path.is_symlink():
+        path.unlink()
+
+    def open_without_following(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    return open(path, "ab" if append else "wb", opener=open_without_following)
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes; raises OSError for devices, pipes and longer files."""
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+    return content
 
 
 def write_if_changed(path: Path, data: bytes) -> None:
