@@ -23,6 +23,7 @@ from agscl.runs import Checkpoints, Run, is_finished
 from agscl.runs.events import read_events
 from commands import QUICK, finish_command, start_command, start_training
 from results import reproducible_part
+from run_files import edit_json
 
 
 def result(folder: Path) -> dict:
@@ -121,8 +122,7 @@ def test_a_damaged_file_of_a_run_is_one_clear_line(file, content, words, tmp_pat
             configure("digits", method="finetune"), run, checkpoint_every=1e9, threads=1, should_stop=lambda: True
         )
     path = Path("runs/quick") / file
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({**stored, **content} if content else {}))
+    edit_json(path, lambda stored: stored.update(content) if content else stored.clear())
     assert main(["run", "--resume", "quick"]) == 1
     assert words in capsys.readouterr().err
 
@@ -301,8 +301,7 @@ def test_a_run_started_on_a_device_this_machine_lacks_is_not_resumed(tmp_path, c
     asked = ["run", "digits", "--epochs", "1", "--name", "a", "--runs", str(tmp_path)]
     assert main(asked) == 0
     (tmp_path / "a" / "result.json").unlink()
-    path = tmp_path / "a" / "config.json"
-    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda:77"'))
+    edit_json(tmp_path / "a" / "config.json", lambda config: config.update(device="cuda:77"))
     assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 2
     assert "device 'cuda:77' is not available on this machine" in capsys.readouterr().err
 

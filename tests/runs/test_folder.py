@@ -1,5 +1,4 @@
 import errno
-import json
 import math
 import os
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from agscl.runs import DifferentConfig, Run, RunError, checkpoints, is_finished, read_result
 from agscl.runs.events import read_events
+from agscl.runs.folder import RESULT_KEYS, read_checked_json
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -49,7 +49,7 @@ def test_before_the_first_checkpoint_a_different_configuration_replaces_the_stor
         run.write_json("diverged.json", {})
         run.store_config({"lr": 0.1})
     assert [path.name for path in (tmp_path / "run").glob("*.json")] == ["config.json"]
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lr": 0.1}
+    assert read_checked_json(tmp_path / "run" / "config.json") == {"lr": 0.1}
 
 
 def test_a_missing_config_json_is_written_again_and_nothing_else_changes(tmp_path):
@@ -72,7 +72,7 @@ def test_a_started_run_without_config_json_continues_only_with_its_own_configura
             run.store_config({"lr": 0.2, "lam": math.inf})
         assert not (tmp_path / "run" / "config.json").exists()
         run.store_config({"lr": 0.1, "lam": math.inf})
-        run.write_json("result.json", {"config": {"lr": 0.1}})
+        run.write_json("result.json", {key: {"lr": 0.1} for key in RESULT_KEYS})
         (tmp_path / "run" / "config.json").unlink()
         with pytest.raises(DifferentConfig):
             run.store_config({"lr": 0.2})
@@ -82,7 +82,7 @@ def test_an_infinite_setting_is_stored_as_strict_json_and_recognised(tmp_path):
     with Run(tmp_path / "run") as run:
         run.store_config({"lam": math.inf})
         run.store_config({"lam": math.inf})
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lam": "inf"}
+    assert read_checked_json(tmp_path / "run" / "config.json") == {"lam": "inf"}
 
 
 def test_resuming_drops_the_events_logged_after_the_checkpoint(tmp_path):

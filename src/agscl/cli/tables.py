@@ -56,6 +56,7 @@ def print_run_summary(result: dict[str, Any], folder: Path) -> None:
         console.print(line)
         name = folder.name if folder.parent == Path("runs") else str(folder)
         print_line(f"check it     agscl verify {shlex.quote(name)}")
+    print_line(f"digest       {result['digest']}")
     print_line(f"stored in    {folder}/ after {sum(result['seconds'].values()):.0f} s of training")
 
 
@@ -76,6 +77,7 @@ def _make_accuracy_matrix(title: str, tasks: list[str], accuracies: list[list[fl
 
 def _make_metrics_table(methods: dict[str, Any]) -> Table:
     table = make_table("At the end", "", *[TITLES[method] for method in methods])
+    table.columns[0].no_wrap = False  # on a narrow terminal the labels wrap, and no figure is cut
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
         "average accuracy": lambda outcome: format_percent(outcome["average_accuracy"]),
         "plasticity (just learned, relative to fine-tuning)": lambda outcome: (

@@ -1,29 +1,41 @@
-"""`agscl verify`: a run's certificates against its stored weights."""
+"""`agscl verify`: the files of a run against each other."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from agscl.cli.errors import DONE, FAILED
+from agscl.cli.errors import DONE, FAILED, UsageError
 from agscl.cli.folders import find_run
 from agscl.cli.options import Runs, describe
 
 
-def verify(run: Annotated[str, describe("RUN")], /, *, runs: Runs = Path("runs")) -> int:
-    """Check a run's certificates against its stored weights: did anything change?
+def verify(
+    run: Annotated[str, describe("RUN")],
+    /,
+    *,
+    expect: Annotated[str | None, describe("DIGEST", default="")] = None,
+    runs: Runs = Path("runs"),
+) -> int:
+    """Check the stored weights, method state, certificates and results of a run: did anything change?
 
     The outputs on a random batch (the probe) are a second check.
+
+    Nothing is signed: whoever can rewrite all files of a run can forge it, unless you compare its digest.
 
     The last line says OK (exit code 0) or FAILED (exit code 1).
 
     Args:
         run: The run's name, or the path of its folder.
+        expect: The digest that `agscl run` printed and that you kept elsewhere; the run must still have it.
     """
     from agscl.cli.console import print_line
     from agscl.experiments.verify import verify_run
 
-    verdict = verify_run(find_run(runs, run))
+    if expect is not None and not re.fullmatch("[0-9a-f]{64}", expect):
+        raise UsageError(f"--expect needs the 64 hexadecimal digits that agscl run or verify printed, not {expect!r}")
+    verdict = verify_run(find_run(runs, run), expect)
     for line in verdict.lines:
         print_line(line)
     return DONE if verdict.ok else FAILED

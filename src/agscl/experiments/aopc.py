@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from agscl.analysis.perturbation import PerturbationCurve, order_layer_by_layer, prune_in_order
-from agscl.certificate import Certificate
 from agscl.experiments.build import build_trainer, load_tasks
 from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import use_threads
 from agscl.experiments.jobs import Job
-from agscl.experiments.run import check_data_unchanged
+from agscl.experiments.run import check_data_unchanged, load_certificate
 from agscl.experiments.studies import mean_curve, store_study
 from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, read_result
-from agscl.runs.folder import read_json
+from agscl.runs.folder import read_checked_json, read_json
 from agscl.system.tf32 import tf32_for
 from agscl.training import Trainer
 from agscl.training.seeds import derive_seed
@@ -71,17 +70,19 @@ def _measure_run(job: Job, on_message: Callable[[str], None]) -> dict[str, Any]:
     """The curves of a finished run after its first task and after its last."""
     config = job.config
     check_data_unchanged(job.folder, config)
-    state = Run(job.folder).load_checkpoint()
+    run = Run(job.folder)
+    state = run.load_checkpoint()
     if state is None or config.method not in state["finished"]:
         raise RunError(f"the last checkpoint of {job.folder} is missing or damaged: remove the folder to run it again")
+    run.check_checkpoint_config(state, config.as_dict())
     sequence = load_tasks(config)
     on_message(f"Training the first task of seed {config.seed} once more, to measure the network after it.")
-    threads = read_json(job.folder / "environment.json").get("threads", torch.get_num_threads())
+    threads = read_checked_json(job.folder / "environment.json").get("threads", torch.get_num_threads())
     with tf32_for(config.training.precision), use_threads(threads):  # both decide the last bits
         first = build_trainer(config, config.method, sequence[:1])
         while first.advance():
             pass
-        if not Certificate.load(job.folder / "certificates" / "01.json").check(first.model.state_dict()).ok:
+        if not load_certificate(job.folder / "certificates" / "01.json").check(first.model.state_dict()).ok:
             on_message("Its weights differ in bits from the run's, as they may on a GPU or with another torch.")
         last = build_trainer(config, config.method, sequence)
         last.load_state_dict(state["trainer"])

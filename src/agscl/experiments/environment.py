@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agscl.runs import Run, RunError
-from agscl.runs.folder import read_json
+from agscl.runs.folder import read_checked_json
 
 
 def record_environment(run: Run, threads: int | None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def record_environment(run: Run, threads: int | None) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         }
         run.write_json(path.name, environment)
-    environment = read_json(path, ". Remove it")
+    environment = read_checked_json(path, ". Remove it")
     try:
         torch.set_num_threads(environment["threads"])
     except (KeyError, TypeError, RuntimeError) as error:

@@ -22,7 +22,7 @@ from agscl.experiments.run import Interrupted, execute_run
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import read_last_event
-from agscl.runs.folder import DIVERGED, read_json
+from agscl.runs.folder import DIVERGED, read_checked_json
 from agscl.system.files import encode_json
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 from agscl.tasks import DataError
@@ -50,13 +50,14 @@ class Job:
         if self.is_finished or not (self.folder / DIVERGED).is_file():
             return False
         stored = self.folder / "config.json"
-        return stored.is_file() and read_json(stored) == json.loads(encode_json(self.config.as_dict()))
+        return stored.is_file() and read_checked_json(stored) == json.loads(encode_json(self.config.as_dict()))
 
     @property
     def progress(self) -> float:
         """The share of its steps that are done, from its event log."""
         event = read_last_event(self.folder / "events.jsonl")
-        return event["progress"] if event else 0.0
+        progress = (event or {}).get("progress")
+        return progress if isinstance(progress, float) else 0.0
 
     def __str__(self) -> str:
         return self.label or f"{METHODS[self.config.method].title}, seed {self.config.seed}"
@@ -118,9 +119,9 @@ def run_jobs(
 def _submit_jobs(
     pool: ProcessPoolExecutor, jobs: Sequence[Job], checkpoint_every: float
 ) -> dict[Future[JobOutcome | None], Job]:
-    """Start the workers with Ctrl-C blocked: it reaches them too, before they can ignore it themselves."""
+    """Start the workers with Ctrl-C and SIGHUP blocked: both reach them too, before they can ignore them."""
     set_mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
-    before = set_mask(signal.SIG_BLOCK, [signal.SIGINT]) if set_mask else None
+    before = set_mask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP]) if set_mask else None
     try:
         return {pool.submit(_run_job, job, checkpoint_every): job for job in jobs}
     finally:
@@ -161,6 +162,8 @@ def _start_worker(stop_event: Event) -> None:
     skip_gc_at_exit()
     tune_malloc()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too; the parent decides
+    if hasattr(signal, "SIGHUP"):  # as does a closed terminal
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,8 @@ from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import record_environment
 from agscl.experiments.methods import REFERENCE
 from agscl.runs import DifferentConfig, Run, RunError, hash_state
-from agscl.runs.folder import DIVERGED, read_json
+from agscl.runs.folder import DIVERGED, read_checked_json
+from agscl.system.files import encode_json
 from agscl.system.tf32 import tf32_for
 from agscl.tasks import TaskSequence
 from agscl.training import CompileFailed, Trainer, TrainingFailed
@@ -57,6 +60,7 @@ def execute_run(
         on_message(f"This run was started with torch {environment['torch']} and continues with {torch.__version__}.")
     sequence = load_tasks(config)
     state = run.resume() or {"method": None, "finished": {}, "seconds": {}}
+    state.setdefault("chain", [])  # an entry for each certificate
     state["data"] = _check_data(run, sequence, state.get("data"))
     damaged = run.checkpoints.damaged
     for number, reason in damaged.items():
@@ -74,7 +78,7 @@ def execute_run(
                 trainer.load_state_dict(state["trainer"])
             state["method"] = name
             certify = name == config.method and name != "joint"
-            _train_method(trainer, state, run, checkpoint_every, should_stop, on_event, certify)
+            _train_method(config, trainer, state, run, checkpoint_every, should_stop, on_event, certify)
 
     result = {
         "config": config.as_dict(),
@@ -82,6 +86,8 @@ def execute_run(
         "methods": state["finished"],
         "environment": environment,
         "seconds": state["seconds"],
+        "chain": state["chain"],
+        "digest": compute_digest(config, state),
     }
     run.write_json("result.json", result)
     return result
@@ -102,18 +108,20 @@ def _check_data(run: Run, sequence: TaskSequence, in_checkpoint: dict[str, int] 
     """Compare the data's checksums with those in data.json, or else in the checkpoint; store them for a new run."""
     path = run.folder / "data.json"
     checksums = {task.name: task.checksum() for task in sequence}
-    stored = (read_json(path, ". Remove it") if path.exists() else None) or in_checkpoint or checksums
+    in_file = read_checked_json(path, ". Remove it").get("tasks") if path.exists() else None
+    stored: dict[str, int] = in_file or in_checkpoint or checksums
     if changed := [name for name in dict.fromkeys([*stored, *checksums]) if stored.get(name) != checksums.get(name)]:
         raise DifferentConfig(
             f"the data of {run.folder} changed since it was started (tasks: {', '.join(changed)}). Restore the data, "
             "or choose another --name for a new run"
         )
     if not path.exists():
-        run.write_json(path.name, checksums)
+        run.write_json(path.name, {"tasks": checksums})
     return checksums
 
 
 def _train_method(
+    config: RunConfig,
     trainer: Trainer,
     state: dict[str, Any],
     run: Run,
@@ -147,7 +155,9 @@ def _train_method(
             if trainer.task_index > tasks_learned:
                 tasks_learned = trainer.task_index
                 if certify:
-                    _store_certificate(trainer, run, tasks_learned)
+                    path = _store_certificate(trainer, run, tasks_learned)
+                    entry = _make_chain_entry(config, state, trainer, path, tasks_learned)
+                    state["chain"] = [*state["chain"][: tasks_learned - 1], entry]
                 if not trainer.done:
                     save_checkpoint()
             if should_stop():
@@ -160,7 +170,8 @@ def _train_method(
                 on_event({"event": "step", "method": name, "progress": trainer.progress})
         outcome = _summarize_outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:
-            outcome["certificate"] = _describe_certificate(Certificate.load(_certificate_path(run, tasks_learned)))
+            certificate = load_certificate(certificate_path(run.folder, tasks_learned))
+            outcome["certificate"] = _describe_certificate(certificate)
         state["finished"][name] = outcome
         save_checkpoint()
     except CompileFailed as error:
@@ -191,7 +202,7 @@ def _summarize_outcome(trainer: Trainer, name: str, reference: dict[str, Any] | 
     }
 
 
-def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> None:
+def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> Path:
     certificate = trainer.method.certificate()
     if certificate.probe is None:
         first = trainer.tasks[0]
@@ -200,8 +211,56 @@ def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> None:
         certificate = replace(
             certificate, probe=ProbeOutputs.from_outputs(batch, trainer.method.head_outputs(batch), 0)
         )
+    path = certificate_path(run.folder, tasks_learned)
     with run.explain_write_errors():
-        certificate.save(_certificate_path(run, tasks_learned))
+        certificate.save(path)
+    return path
+
+
+# The chain of certificates -------------------------------------------------------------------------------------------
+
+
+def compute_run_id(config: RunConfig, data: dict[str, int]) -> str:
+    """The hash of a run's configuration and data, by which the entries of its chain name it."""
+    return hash_state({"config": json.loads(encode_json(config.as_dict())), "data": data})
+
+
+def compute_digest(config: RunConfig, state: dict[str, Any]) -> str:
+    """One hash over a run: its configuration, data, certificates, weights, method state and results.
+
+    Times and the environment are left out: the same run on the same machine has the same digest.
+    """
+    return hash_state(
+        {"run": compute_run_id(config, state["data"]), "chain": state["chain"], "finished": state["finished"]}
+    )
+
+
+def _make_chain_entry(
+    config: RunConfig, state: dict[str, Any], trainer: Trainer, path: Path, tasks_learned: int
+) -> dict[str, Any]:
+    """What ties a certificate to its run, to the one before it, and to everything stored at the end of its task."""
+    stored = trainer.state_dict()
+    return {
+        "run": compute_run_id(config, state["data"]),
+        "previous": hash_state(state["chain"][tasks_learned - 2]) if tasks_learned > 1 else None,
+        "task": trainer.tasks[tasks_learned - 1].name,
+        "certificate": hash_file(path),
+        "weights": hash_state(stored["model"]),
+        "method": hash_state(stored["method"]),
+    }
+
+
+def hash_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def load_certificate(path: Path) -> Certificate:
+    """A run's certificate; a damaged one is a `RunError` with its name."""
+    try:
+        return Certificate.load(path)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        name = "" if str(path) in str(error) else f"{path} is not a certificate: "
+        raise RunError(f"{name}{error} Without it the run's weights cannot be checked.") from error
 
 
 def _describe_certificate(certificate: Certificate) -> str:
@@ -211,5 +270,5 @@ def _describe_certificate(certificate: Certificate) -> str:
     return f"after task {certificate.task!r}: {heads} earlier heads unchanged; this method certifies no nodes"
 
 
-def _certificate_path(run: Run, tasks_learned: int) -> Path:
-    return run.folder / "certificates" / f"{tasks_learned:02d}.json"
+def certificate_path(folder: Path, tasks_learned: int) -> Path:
+    return folder / "certificates" / f"{tasks_learned:02d}.json"

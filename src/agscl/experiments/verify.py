@@ -1,8 +1,11 @@
-"""Verifying a run: its certificates against its stored weights, and the outputs on the probe as a second check."""
+"""Verifying a run: all of its files against each other, its certificates against its stored weights, and the outputs
+on the probe as a second check.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,20 @@ from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
 from agscl.experiments.build import build_model
 from agscl.experiments.config import RunConfig, check_device
 from agscl.experiments.environment import use_threads
-from agscl.runs import Run, RunError, is_finished
+from agscl.experiments.run import (
+    certificate_path,
+    compute_digest,
+    compute_run_id,
+    hash_file,
+    load_certificate,
+)
+from agscl.runs import Run, RunError, hash_state, is_finished, read_result
+from agscl.runs.folder import describe_differences, is_log_intact, read_checked_json
+from agscl.system.files import encode_json
 from agscl.system.tf32 import tf32_for
 from agscl.training.trainer import place_model
+
+NOT_COVERED_ADVICE = "keep the digest elsewhere, and compare with --expect DIGEST"
 
 
 def list_certificates(folder: Path) -> list[Path]:
@@ -24,8 +38,11 @@ def list_certificates(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem))
 
 
-def verify_run(folder: Path) -> Verdict:
-    """Check a run's certificates against the weights of its newest intact checkpoint; the last line is the verdict."""
+def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
+    """Check all files of a run against each other; the last line is the verdict.
+
+    With `expected_digest`, the run must also have this digest, which was kept elsewhere.
+    """
     run = Run(folder)
     config = RunConfig.from_dict(run.read_config() or {})
     if config.method == "joint":
@@ -33,6 +50,7 @@ def verify_run(folder: Path) -> Verdict:
     state = run.load_checkpoint()
     if state is None:
         raise RunError(f"{folder} has no intact checkpoint, so there are no weights to check")
+    _check_config(folder, config, state)
     trainer_state = state["trainer"]
     learned = trainer_state["task"] if state["method"] == config.method else 0
     if not learned:
@@ -42,32 +60,141 @@ def verify_run(folder: Path) -> Verdict:
             f"{folder} is in the middle of task {learned + 1}, and certificates hold at the end of a task. "
             f"Finish the run first: agscl run --resume {folder.name}"
         )
-    paths = list_certificates(folder)
-    if len(paths) < learned:
-        raise RunError(f"{folder}/certificates has {len(paths)} certificates, expected one for each of {learned} tasks")
-    try:
-        certificates = [Certificate.load(path) for path in paths[:learned]]
-    except ValueError as error:
-        raise RunError(f"{error} Without it the run's weights cannot be checked.") from error
+    if len(state.get("chain", ())) != learned:
+        raise RunError(f"{folder} was started by an older version of agscl, whose certificates form no chain")
 
-    verdict = verify(certificates, trainer_state["model"])
-    failures = [line for line in verdict.lines if line.startswith("FAILED")]
-    lines = [line for line in verdict.lines if line not in failures]
-    if not certificates[-1].layout.size:
-        lines = [f"{learned} heads checked; {certificates[-1].method} guarantees nothing about the nodes"]
-    for number, reason in run.checkpoints.damaged.items():
-        failures.append(f"FAILED: checkpoint {number} is damaged: {reason}")
-    if is_finished(folder) and len(paths) > learned:
-        failures.append(f"FAILED: the weights after the last {len(paths) - learned} of {len(paths)} tasks are lost")
-    probe_lines, probe_failures = _check_probe_outputs(config, certificates, trainer_state)
-    failures += [f"FAILED: {line}" for line in probe_failures]
+    certificates: list[Certificate] = []
+    lines: list[str] = []
+    failures = list(_check_chain(folder, config, state))
+    if not failures:
+        certificates = [load_certificate(certificate_path(folder, number + 1)) for number in range(learned)]
+        lines, certificate_failures = _check_certificates(config, certificates, trainer_state)
+        failures += certificate_failures
+    failures += _check_stored_state(folder, config, state)
+    failures += _check_other_files(folder, run, state)
+    if not is_finished(folder):
+        lines.append("the run is not finished, so there is no result to check")
+    digest = compute_digest(config, state)
+    lines.append(f"digest: {digest}")
+    if expected_digest is not None and expected_digest != digest:
+        failures.append(f"the digest is not the expected {expected_digest}")
+    lines.append(
+        "not covered: nothing is signed, so whoever can rewrite all files of a run can forge it; "
+        + ("the expected digest rules that out" if expected_digest else NOT_COVERED_ADVICE)
+    )
     last_line = _summarize_verdict(certificates, len(failures))
-    return Verdict(not failures, [*lines, *probe_lines, *failures, last_line])
+    return Verdict(not failures, [*lines, *[f"FAILED: {failure}" for failure in failures], last_line])
+
+
+def _check_config(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> None:
+    stored = json.loads(state.get("config") or "{}")
+    if changed := sorted(describe_differences(stored, json.loads(encode_json(config.as_dict())))):
+        raise RunError(
+            f"{folder}/config.json and {folder}/checkpoints are of different runs ({'; '.join(changed)}, where there "
+            "is the checkpoint and here config.json), so nothing can be checked"
+        )
+
+
+def _check_chain(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
+    """Compare each certificate with its entry in the chain, and each entry with the one before."""
+    run_id, previous = compute_run_id(config, state["data"]), None
+    for number, entry in enumerate(state["chain"], start=1):
+        path = certificate_path(folder, number)
+        if entry["run"] != run_id:
+            yield f"the certificate of task {entry['task']!r} is of a run with another configuration or other data"
+        if entry["previous"] != previous:
+            yield f"the certificate of task {entry['task']!r} does not follow the one before it"
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif hash_file(path) != entry["certificate"]:
+            yield f"{path} is not the certificate that the run wrote after task {entry['task']!r}"
+        previous = hash_state(entry)
+    known = {certificate_path(folder, number).name for number in range(1, len(state["chain"]) + 1)}
+    extra = [path.name for path in list_certificates(folder) if path.name not in known]
+    if extra and is_finished(folder):
+        yield f"the weights after the last {len(extra)} of {len(extra) + len(known)} tasks are lost"
+
+
+def _check_certificates(
+    config: RunConfig, certificates: Sequence[Certificate], trainer_state: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Compare the certificates with each other, the weights and the outputs on the probe; returns lines, failures."""
+    try:
+        verdict = verify(certificates, trainer_state["model"])
+        probe_lines, probe_failures = _check_probe_outputs(config, certificates, trainer_state)
+    except (ValueError, KeyError, RuntimeError) as error:
+        return [], [f"the certificates do not fit the weights: {error}"]
+    failures = [line.removeprefix("FAILED: ") for line in verdict.lines if line.startswith("FAILED")]
+    lines = [line for line in verdict.lines if not line.startswith("FAILED")]
+    if not certificates[-1].layout.size:
+        lines = [f"{len(certificates)} heads checked; {certificates[-1].method} guarantees nothing about the nodes"]
+    return lines + probe_lines, failures + probe_failures
+
+
+def _check_stored_state(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
+    """Compare all weights, the method's state and the result with what was recorded when they were made."""
+    last, trainer_state = state["chain"][-1], state["trainer"]
+    if hash_state(trainer_state["model"]) != last["weights"]:
+        yield f"the weights are not those at the end of task {last['task']!r}"
+    if hash_state(trainer_state["method"]) != last["method"]:
+        yield f"the method's state (importances, masks, anchors) is not that at the end of task {last['task']!r}"
+    if not is_finished(folder):
+        return
+    try:
+        result = read_result(folder)
+    except RunError as error:
+        yield str(error)
+        return
+    expected = {
+        "config": config.as_dict(),
+        "tasks": [entry["task"] for entry in state["chain"]],
+        "methods": state["finished"],
+        "seconds": state["seconds"],
+        "chain": state["chain"],
+        "digest": compute_digest(config, dict(state)),
+    }
+    for key, value in json.loads(encode_json(expected)).items():
+        if result[key] != value:
+            yield f"{folder}/result.json has other {key} than the last checkpoint"
+    outcome = state["finished"].get(config.method, {})
+    recorded = {"weights_sha256": last["weights"], "method_sha256": last["method"]}
+    recorded["accuracies"] = trainer_state["accuracies"]
+    for key, value in recorded.items():
+        if outcome.get(key) != value:
+            yield f"{folder}/result.json has other {key} than the weights were stored with"
+
+
+def _check_other_files(folder: Path, run: Run, state: Mapping[str, Any]) -> Iterator[str]:
+    """Check the checksums of all other files."""
+    for number, reason in run.checkpoints.find_damaged().items():
+        yield f"checkpoint {number} is damaged: {reason}"
+    contents: dict[str, Any] = {}
+    for name in ("config.json", "data.json", "environment.json"):
+        if (folder / name).exists():
+            try:
+                contents[name] = read_checked_json(folder / name)
+            except RunError as error:
+                yield str(error)
+        elif is_finished(folder):
+            yield f"{folder / name} is missing"
+    if "data.json" in contents and contents["data.json"].get("tasks") != state["data"]:
+        yield f"{folder}/data.json is not that of the last checkpoint"
+    if "environment.json" in contents and is_finished(folder):
+        try:
+            if read_result(folder)["environment"] != contents["environment.json"]:
+                yield f"{folder}/environment.json is not that of result.json"
+        except RunError:  # said already
+            pass
+    log = folder / "events.jsonl"
+    if not log.is_file():
+        yield f"{log} is missing"
+    elif not is_log_intact(log, dict(state)) or (is_finished(folder) and log.stat().st_size != state["events"]):
+        yield f"{log} is not the event log that the run wrote"
 
 
 def _summarize_verdict(certificates: Sequence[Certificate], failures: int) -> str:
     if failures:
-        return f"FAILED: {failures} certified claim{' does' if failures == 1 else 's do'} not hold"
+        return f"FAILED: {failures} check{'' if failures == 1 else 's'} of the run did not hold"
     if all(certificate.kind == "guaranteed" for certificate in certificates):
         return f"OK: everything guaranteed after each of {len(certificates)} tasks is unchanged, bit for bit"
     return f"OK: the weights are those certified after the last of {len(certificates)} tasks, bit for bit"

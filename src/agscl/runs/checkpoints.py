@@ -23,6 +23,10 @@ CHECKPOINT_FILE = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")
 """The file names of checkpoints. Files with other names are never removed."""
 
 
+DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError)
+"""What reading a damaged checkpoint raises."""
+
+
 class UnreadableCheckpoint(Exception):
     """A checkpoint exists and may be intact, but cannot be read here and now (permissions, a newer format)."""
 
@@ -51,7 +55,7 @@ class Checkpoints:
         numbers = self.list_numbers()
         path = self._json_path(numbers[-1] + 1 if numbers else 1)
         write_atomically(path.with_suffix(".safetensors"), data, flush=False)
-        write_atomically(path, json.dumps(content, allow_nan=False).encode())
+        write_atomically(path, _encode(content))
         intact = [number for number in numbers if number not in self.damaged]
         self._remove_all_except([*intact, int(path.stem)][-self.keep_last :])
         return path
@@ -62,18 +66,32 @@ class Checkpoints:
         for number in reversed(self.list_numbers()):
             try:
                 return self._read(number)
-            except (FileNotFoundError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            except DAMAGE as error:
                 self.damaged[number] = str(error)
             except OSError as error:
                 path = error.filename or self._json_path(number)
                 raise UnreadableCheckpoint(f"{path}: {error.strerror or error}") from error
         return None
 
+    def find_damaged(self) -> dict[int, str]:
+        """Every damaged checkpoint, and what is wrong with it."""
+        damaged: dict[int, str] = {}
+        for number in self.list_numbers():
+            try:
+                self._read(number)
+            except DAMAGE as error:
+                damaged[number] = str(error)
+            except (OSError, UnreadableCheckpoint) as error:
+                damaged[number] = f"cannot be read: {error}"
+        return damaged
+
     def _read(self, number: int) -> dict[str, Any]:
         path = self._json_path(number)
-        content = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        content = json.loads(text)
         body = {key: content[key] for key in ("format", "tensors", "state")}
-        if content["checksum"] != _compute_checksum(body):
+        # The bytes too: two spellings of a number, 1e-5 and 1E-5, have the same checksum.
+        if content["checksum"] != _compute_checksum(body) or text != _encode(content):
             raise ValueError(f"checksum mismatch in {path.name}")
         if body["format"] != FORMAT:
             raise UnreadableCheckpoint(
@@ -145,6 +163,10 @@ def hash_state(state: Any) -> str:
 
 def _as_canonical_json(plain: Any) -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, allow_nan=False).encode()
 
 
 def _compute_checksum(body: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if line.endswith(b"\n") and isinstance(event, dict):
                 yield event
@@ -59,7 +60,13 @@ def read_last_event(path: Path) -> dict[str, Any] | None:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
             complete = file.read().rpartition(b"\n")[0]
-        event: dict[str, Any] = json.loads(complete.rpartition(b"\n")[2])
-    except (OSError, ValueError):
+        event = json.loads(complete.rpartition(b"\n")[2])
+    except (OSError, ValueError, RecursionError):
         return None
-    return event
+    return event if isinstance(event, dict) else None
+
+
+def hash_log(path: Path, length: int) -> str:
+    """sha256 of the first `length` bytes of a log, or of all of a shorter one."""
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(length)).hexdigest()

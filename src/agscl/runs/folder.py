@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,14 +12,15 @@ from typing import Any
 
 from agscl.runs.checkpoints import Checkpoints, UnreadableCheckpoint
 from agscl.runs.errors import DifferentConfig, RunError
-from agscl.runs.events import EventLog
+from agscl.runs.events import EventLog, hash_log
 from agscl.system.files import encode_json, flush_folder, lock_file, write_atomically
 
 DIVERGED = "diverged.json"
 """Written where training became infinite or NaN: with the same configuration it would again."""
 START_FILES = ("config.json", "data.json", "environment.json", DIVERGED)
 """What a run writes before its first checkpoint."""
-RESULT_KEYS = ("config", "tasks", "methods", "environment", "seconds")
+RESULT_KEYS = ("config", "tasks", "methods", "environment", "seconds", "chain", "digest")
+CONFIG_ADVICE = ". Remove it: each checkpoint of the run holds the configuration too"
 
 
 class Run:
@@ -30,6 +32,8 @@ class Run:
     checkpoints/    the newest two
     certificates/   one per task
     result.json     written last: it exists once the run is finished
+
+    The JSON files hold a checksum of their content, which is compared whenever they are read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,13 +89,13 @@ class Run:
         self.check_config(config)
         self._config = encode_json(config).decode()
         path = self.folder / "config.json"
-        if path.exists() and read_json(path) == json.loads(encode_json(config)):
+        if path.exists() and read_checked_json(path, CONFIG_ADVICE) == json.loads(encode_json(config)):
             return
         with self.explain_write_errors():
             if not self.is_started:  # remove what an earlier attempt left before its first checkpoint
                 for name in START_FILES:
                     (self.folder / name).unlink(missing_ok=True)
-            write_atomically(path, encode_json(config))
+            write_atomically(path, encode_json_with_checksum(config))
 
     def check_config(self, config: dict[str, Any]) -> None:
         """Raise `DifferentConfig` if training with another configuration is stored here."""
@@ -108,26 +112,29 @@ class Run:
     def read_config(self) -> dict[str, Any] | None:
         """The configuration of the run: from config.json, or else from the result or the newest checkpoint."""
         if (path := self.folder / "config.json").exists():
-            return read_json(path)
+            return read_checked_json(path, CONFIG_ADVICE)
         if is_finished(self.folder):
-            return read_json(self.folder / "result.json").get("config")
+            config: dict[str, Any] = read_result(self.folder)["config"]
+            return config
         text = (self.load_checkpoint() or {}).get("config")
         return None if text is None else json.loads(text)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write one of the run's JSON files."""
         with self.explain_write_errors():
-            write_atomically(self.folder / name, encode_json(content))
+            write_atomically(self.folder / name, encode_json_with_checksum(content))
 
     def log_event(self, event: dict[str, Any]) -> None:
         with self.explain_write_errors():
             self.events.append(event)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint, with the current length of the event log."""
+        """Write a checkpoint, with the current length and hash of the event log."""
         with self.explain_write_errors():
-            # These two keys come last: a `state` that was loaded still holds those of its own checkpoint.
-            self.checkpoints.save({**state, "events": self.events.sync(), "config": self._config})
+            length = self.events.sync()
+            log = {"events": length, "events_sha256": hash_log(self.events.path, length)}
+            # These keys come last: a `state` that was loaded still holds those of its own checkpoint.
+            self.checkpoints.save({**state, **log, "config": self._config})
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The newest intact checkpoint, or None."""
@@ -137,37 +144,86 @@ class Run:
             raise RunError(f"cannot read a checkpoint, so the run was left unchanged: {error}") from error
 
     def resume(self) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint and truncate the event log to where it was then."""
+        """Load the newest intact checkpoint and truncate the event log to where it was then.
+
+        Raises `DifferentConfig` for a checkpoint with another configuration than that given to `store_config`.
+        """
         state = self.load_checkpoint()
+        if state is not None and self._config is not None:
+            self.check_checkpoint_config(state, json.loads(self._config))
+        path = self.events.path
+        if state is not None and path.stat().st_size and not is_log_intact(path, state):
+            raise RunError(f"{path} is damaged or was edited. Remove it: the run continues without its earlier events")
         with self.explain_write_errors():
             self.events.truncate(state["events"] if state else 0)
             flush_folder(self.folder)
         return state
+
+    def check_checkpoint_config(self, state: dict[str, Any], config: dict[str, Any]) -> None:
+        """Raise `DifferentConfig` if the checkpoint `state` is of a run with another configuration."""
+        stored = json.loads(state.get("config") or "null")
+        if changed := sorted(describe_differences(stored, json.loads(encode_json(config)), "" if stored else "config")):
+            raise DifferentConfig(
+                f"the checkpoints in {self.checkpoints.folder} are of a run with a different configuration "
+                f"({'; '.join(changed)}). Restore the checkpoints and config.json of this run, or choose another "
+                "--name for a new run"
+            )
 
 
 def is_finished(folder: Path) -> bool:
     return (folder / "result.json").is_file()
 
 
+def is_log_intact(path: Path, state: dict[str, Any]) -> bool:
+    """Whether the event log begins with the bytes it had when the checkpoint `state` was written."""
+    return hash_log(path, state["events"]) == state.get("events_sha256")
+
+
+def encode_json_with_checksum(content: dict[str, Any]) -> bytes:
+    """`content` as JSON, with the sha256 of its encoding as a first field `checksum`."""
+    return encode_json({"checksum": hashlib.sha256(encode_json(content)).hexdigest(), **content})
+
+
 def read_json(path: Path, advice: str = "") -> dict[str, Any]:
     """A JSON object from a file; `advice` ends the message if the file is damaged."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: {error}{advice}") from error
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: expected a JSON object, got {type(content).__name__}{advice}")
     return content
 
 
+def read_checked_json(path: Path, advice: str = "") -> dict[str, Any]:
+    """The content of one of a run's JSON files, without its checksum, which is compared.
+
+    Every byte counts: the file must be exactly what `encode_json_with_checksum` makes of its content.
+    """
+    content = read_json(path, advice)
+    if content.pop("checksum", None) is None:
+        raise RunError(f"{path} is damaged: it has no checksum, or an older version of agscl wrote it{advice}")
+    try:
+        is_intact = path.read_bytes() == encode_json_with_checksum(content)
+    except RecursionError:
+        is_intact = False
+    if not is_intact:
+        raise RunError(f"{path} is damaged: its content does not match its checksum, or was edited{advice}")
+    return content
+
+
 def read_result(folder: Path) -> dict[str, Any]:
-    """The result of a finished run."""
-    advice = ". Remove it: the same command writes it again from the last checkpoint"
-    result = read_json(folder / "result.json", advice)
+    """The result of a finished run, whose configuration must be that in config.json."""
+    path, advice = folder / "result.json", ". Remove it: the same command writes it again from the last checkpoint"
+    result = read_checked_json(path, advice)
     if missing := [key for key in RESULT_KEYS if key not in result]:
-        raise RunError(f"{folder / 'result.json'} is damaged: it lacks {', '.join(missing)}{advice}")
+        raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}{advice}")
+    config_path = folder / "config.json"
+    config = read_checked_json(config_path, CONFIG_ADVICE) if config_path.exists() else result["config"]
+    if changed := sorted(describe_differences(result["config"], config)):
+        raise RunError(f"{path} is the result of another run ({'; '.join(changed)}){advice}")
     return result
 
 
