@@ -693,6 +693,28 @@ def test_the_compensated_gradient_is_s_max_times_that_of_a_gentle_gate():
         torch.testing.assert_close(method.plan.compensate(whole, e.detach(), method.plan.s), 40.0 * gentle)
 
 
+def test_the_exact_gradient_of_hat_is_that_of_the_compensated_formula_in_float64_and_lives_for_open_gates():
+    method, model = tiny_hat(c=0.7)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    method.knowledge.used = torch.tensor([1.0, 0.25, 0.5, 0.0])
+    method.begin_task("t0", optimizer, steps_per_epoch=5)
+    method.plan.position = 1  # s is about 100
+    with torch.no_grad():
+        method.embedding.copy_(torch.tensor([0.5, -0.01, 0.02, 5.0]))
+    F.cross_entropy(model(torch.randn(8, 2), "t0"), torch.randint(2, (8,))).backward()
+    by_gate, e = method.embedding.grad.double(), method.embedding.detach().double()
+    s, free = method.plan.s, 1 - method.knowledge.used.double()
+    m = torch.sigmoid(s * e)
+    through = s * m * torch.sigmoid(-s * e) * (by_gate + 0.7 * free / free.sum())
+    steep = (400 / s) * (torch.cosh(s * e) + 1) / (torch.cosh(e) + 1)
+    torch.testing.assert_close(
+        method.plan.exact_gradient(by_gate.float(), e.float()).double(), through * steep, rtol=1e-5, atol=1e-7
+    )
+    assert method.plan.exact_gradient(by_gate.float(), e.float())[3] != 0, "an open gate learns too"
+    authors = method.plan.penalty_gradient(400.0, method.embedding.detach())
+    assert authors[3] == 0, "through a float32 gate nothing is left of it"
+
+
 def test_compensation_clips_the_steep_argument_at_fifty_and_embeddings_stay_within_six():
     method, model = tiny_hat()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e6)

@@ -76,7 +76,8 @@ class AGSCLConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("mu", 0)
+        for name in ("mu", "tau"):
+            self._require_at_least(name, 0)
         self._require(self.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {self.lam}")
         self._require(0 < self.rho <= 1, f"rho must be above 0 and at most 1, not {self.rho} (off: rand_init=False)")
         self._require_at_least("eta", 0, above=True)
@@ -96,8 +97,7 @@ class AGSCLKnowledge(Knowledge):
         "initial_weights": "start",
     }
     omega: Tensor = field(default_factory=lambda: torch.empty(0))  # Ω (groups,)
-    first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    """(groups,) number of the task in which a group became important, or NEVER"""
+    first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # (groups,) or NEVER
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
     generator: torch.Generator = field(default_factory=torch.Generator)
@@ -247,7 +247,7 @@ class AGSCL(NodeMethod):
     def _init_nodes(self) -> None:
         """At the start Ω is 0 for every node."""
         knowledge, device = self.knowledge, self._node_device
-        knowledge.omega = torch.zeros(self.graph.size, device=device)
+        knowledge.omega = torch.zeros(self.graph.size, device=device, dtype=self._node_dtype)
         knowledge.first_task = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
         knowledge.generator.manual_seed(self.config.seed)
         knowledge.digests = GroupDigests(self.graph)

@@ -52,6 +52,9 @@ class HATConfig(Settings):
     mask: Literal["update", "gradient"] = "update"
     """What is multiplied by 1 − min(mask_out, mask_in): the optimizer's change, which is right under Adam too, or the
     gradient. Where that factor is 0 the weight keeps its bits either way."""
+    gate_gradient: Literal["exact", "authors"] = "exact"
+    """The embedding's gradient: in closed form, or through the gate and compensated afterwards as the authors' code
+    does, which in float32 is 0 for gates that are open or shut."""
     seed: int = 0
     """Seed of the embeddings' first values."""
 
@@ -194,7 +197,10 @@ class HATPlan(NodePlan):
             gradient /= dist.get_world_size()
         e, (first, second), s, group = self.embedding, self.moments, self.s, optimizer.param_groups[0]
         before = [] if skipped is None else [t.detach().clone() for t in (e, first, second)]
-        gradient = self.compensate(gradient + self.penalty_gradient(s, e.detach()), e.detach(), s)
+        if self.method.config.gate_gradient == "exact":
+            gradient = self.exact_gradient(gradient, e.detach())
+        else:
+            gradient = self.compensate(gradient + self.penalty_gradient(s, e.detach()), e.detach(), s)
         self.moves += 1
         self.moment_age += 1
         if isinstance(optimizer, SGD):
@@ -209,6 +215,12 @@ class HATPlan(NodePlan):
         if skipped is not None:  # a fused optimizer's overflow: nothing was to happen
             for now, then in zip((e, first, second), before, strict=True):
                 now.copy_(torch.where(skipped.reshape(()) > 0, then, now))
+
+    def exact_gradient(self, gate_gradient: Tensor, embedding: Tensor) -> Tensor:
+        """Eq. 6 in closed form: s_max · σ(e) · σ(−e) times the gradient by the gate, penalty included."""
+        free = 1 - self.method.knowledge.used
+        total = gate_gradient + self.method.config.c * free / free.sum().clamp(min=1e-12)
+        return self.method.config.s_max * torch.sigmoid(embedding) * torch.sigmoid(-embedding) * total
 
     def penalty_gradient(self, s: float | Tensor, embedding: Tensor) -> Tensor:
         """The gradient, by the embedding, of c · Σ m(1 − m_prev) / Σ (1 − m_prev) with m = σ(s·e)."""
@@ -273,7 +285,7 @@ class HAT(NodeMethod):
     Plan = HATPlan
     plan: HATPlan | None
     needs = frozenset({"end_epoch"})
-    paper: ClassVar[Mapping[str, Any]] = {"mask": "gradient"}
+    paper: ClassVar[Mapping[str, Any]] = {"mask": "gradient", "gate_gradient": "authors"}
     """Settings that give the form behind the AGS-CL paper's table; its c is 2.5, or 0.1 for CIFAR-10/100."""
 
     def __init__(self, model: nn.Module, example_input: Any = None, **options: Any) -> None:
@@ -418,6 +430,8 @@ class HAT(NodeMethod):
             if self.plan is None or self.plan.embedding is None:
                 return None
             gates = _compute_gates(self.plan.s, self.plan.embedding)
+            if self.config.gate_gradient == "exact":  # let the embedding receive the gradient by the gate itself
+                gates = gates.detach() + (self.plan.embedding - self.plan.embedding.detach())
         elif task in self.knowledge.embeddings or (task == self.task and self.embedding is not None):
             gates = self.mask(task)
         else:

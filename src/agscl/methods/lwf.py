@@ -94,6 +94,10 @@ class LwFPlan(Plan):
     def held_tensors(self) -> dict[str, list[Tensor]]:
         return {"anchors": list(self.teacher.values())}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied: not the features of a pass that is still to go backward."""
+        return {**vars(self), "_features": None}
+
 
 class LwF(Method):
     """Old heads keep their answers to new inputs, told by a copy of the trunk as the task began.
@@ -131,8 +135,9 @@ class LwF(Method):
         return self.config.weight * torch.stack([self._cross_entropy(target, now) for target, now in pairs]).sum()
 
     def _cross_entropy(self, target: Tensor, output: Tensor) -> Tensor:
-        probabilities = torch.softmax(target.float() / self.config.temperature, -1)
-        return -(probabilities * torch.log_softmax(output.float() / self.config.temperature, -1)).sum(-1).mean()
+        wide = torch.promote_types(output.dtype, torch.float32)
+        probabilities = torch.softmax(target.to(wide) / self.config.temperature, -1)
+        return -(probabilities * torch.log_softmax(output.to(wide) / self.config.temperature, -1)).sum(-1).mean()
 
     def _ask_teacher(self, x: Any, old: list[str]) -> list[Any]:
         """What the teacher answers, in eval mode."""
@@ -166,6 +171,7 @@ class LwF(Method):
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
         plan = self.plan
         assert plan is not None
+        self.check_weights_finite()
         if plan.teacher and plan.steps and not plan.loss_called:
             self.warn_once(
                 "loss",

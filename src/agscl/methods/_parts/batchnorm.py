@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -82,6 +81,12 @@ class TaskStatistics:
 
     def keep(self, task: str) -> None:
         """Remember the statistics in the model as those of `task`."""
+        if dist.is_available() and dist.is_initialized():  # every rank saw a part of the data
+            for norm in self.norms.values():
+                for buffer in (norm.running_mean, norm.running_var):
+                    assert buffer is not None
+                    dist.all_reduce(buffer)
+                    buffer /= dist.get_world_size()
         self.kept[task] = {
             f"{name}.{key}": norm._buffers[key].clone()  # type: ignore[union-attr]
             for name, norm in self.norms.items()
@@ -129,7 +134,7 @@ class FreezeChannels:
         self._own: tuple[Tensor, Tensor] | None = None
         self._handles: tuple[RemovableHandle, ...] = (
             module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, always_call=True),
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         )
 
     def close(self) -> None:
@@ -145,7 +150,9 @@ class FreezeChannels:
             self._own = module._buffers["running_mean"], module._buffers["running_var"]  # type: ignore[assignment]
             module._buffers.update(running_mean=self._own[0].clone(), running_var=self._own[1].clone())  # type: ignore[index]
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor | None
+    ) -> Tensor | None:
         if self._own is None:
             return None
         (mean, var), self._own = self._own, None
@@ -155,13 +162,28 @@ class FreezeChannels:
         module._buffers.update(running_mean=mean, running_var=var)
         if output is None:  # the forward pass failed
             return None
-        given = args[0]
-        channels = (1, -1, *[1] * (given.dim() - 2))
-        scale = torch.rsqrt(self.var + self.module.eps)
-        normalised = (given - self.mean.view(channels)) * scale.view(channels)
-        if self.module.affine:
-            normalised = normalised * self.module.weight.view(channels) + self.module.bias.view(channels)
-        return torch.where(self.keep.view(channels), normalised.to(output.dtype), output)
+        channels = (1, -1, *[1] * (output.dim() - 2))
+        if type(self.module).forward is not _BatchNorm.forward:
+            frozen = self._run_frozen(args, kwargs)
+        else:
+            x = args[0] if args else kwargs["input"]
+            scale = torch.rsqrt(self.var + self.module.eps)
+            frozen = (x - self.mean.view(channels)) * scale.view(channels)
+            if self.module.affine:
+                frozen = frozen * self.module.weight.view(channels) + self.module.bias.view(channels)
+        return torch.where(self.keep.view(channels), frozen.to(output.dtype), output)
+
+    def _run_frozen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What a subclass with a forward of its own (an activation inside, say) gives with the kept statistics."""
+        module, before = self.module, dict(self.module._buffers)
+        module._buffers.update(running_mean=self.mean, running_var=self.var)
+        module.training = False
+        try:
+            output: Tensor = type(module).forward(module, *args, **kwargs)
+            return output
+        finally:
+            module.training = True
+            module._buffers.update(before)
 
 
 class NodeNorms:
@@ -208,8 +230,11 @@ def recompute_statistics(
     try:
         with torch.random.fork_rng(devices=[]):
             for batch in batches:
-                with suppress(ValueError):  # a last batch of one sample has no variance
+                try:
                     forward(batch)
+                except ValueError as error:  # a last batch of one sample has no variance
+                    if "more than 1 value per channel" not in str(error):
+                        raise
         if dist.is_available() and dist.is_initialized():
             for norm in norms:
                 for buffer in (norm.running_mean, norm.running_var):

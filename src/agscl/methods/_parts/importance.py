@@ -30,13 +30,14 @@ def measure_activations(
     forward: Callable[[Any], Any],
     mode: Literal["eval", "train"] = "eval",
 ) -> Tensor:
-    """Mean ReLU activation of every group over `batches`, (groups,) in float64.
+    """Mean ReLU activation of every group over `batches`, (groups,) in float64 where the device has it.
 
     Over samples and positions at each ReLU a group reaches, summed over these ReLUs; over all ranks where
     torch.distributed runs. `forward(batch)` runs the model on one batch.
     """
     device = next(parameter.device for _, parameter, _ in graph.incoming_parameters())
-    sums = [torch.zeros(len(site.groups), dtype=torch.float64, device=device) for site in graph.relu_sites]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    sums = [torch.zeros(len(site.groups), dtype=wide, device=device) for site in graph.relu_sites]
     counts = [0.0] * len(sums)
     by_index = {site.index: number for number, site in enumerate(graph.relu_sites)}
     calls = 0
@@ -56,7 +57,7 @@ def measure_activations(
                 "found when the graph was built. The model must run as it did then."
             )
         values = values.reshape(len(values), -1)
-        sums[number] += values.sum(1, dtype=torch.float64)
+        sums[number] += values.sum(1, dtype=wide)
         counts[number] += values.shape[1]
 
     def restart(*_: Any) -> None:
@@ -67,7 +68,7 @@ def measure_activations(
         for batch in batches:
             with WatchReLUs(record_relu):
                 forward(batch)
-    total = torch.cat([*sums, torch.tensor(counts, dtype=torch.float64, device=device)])
+    total = torch.cat([*sums, torch.tensor(counts, dtype=wide, device=device)])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
     missing = [site.index + 1 for site, count in zip(graph.relu_sites, total[-len(sums) :], strict=True) if not count]
@@ -76,7 +77,7 @@ def measure_activations(
             f"No activation was measured at ReLU {', '.join(map(str, missing))} of the forward pass: `batches` was "
             "empty, or `forward` did not run the model. Importance cannot be measured without the task's data."
         )
-    importance = torch.zeros(graph.size, dtype=torch.float64, device=device)
+    importance = torch.zeros(graph.size, dtype=wide, device=device)
     for site, part, count in zip(
         graph.relu_sites, total[: -len(sums)].split([len(part) for part in sums]), total[-len(sums) :], strict=True
     ):

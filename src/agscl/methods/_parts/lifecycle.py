@@ -380,6 +380,15 @@ class Method:
             raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
         return self.plan
 
+    def check_weights_finite(self) -> None:
+        """Raise where training diverged, before the task becomes knowledge."""
+        broken = [n for n, p in self.model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+        if broken:
+            raise FloatingPointError(
+                f"Weights of task {self.task!r} are not finite ({', '.join(broken[:3])}): training diverged. The task "
+                "was not ended; go back to the last good weights, or lower the learning rate."
+            )
+
     def _check_ranks(self, task: str, digest: str) -> None:
         """Warn where ranks that train together ended a task with other weights of its head."""
         if not (dist.is_available() and dist.is_initialized()) or self.heads.is_shared:

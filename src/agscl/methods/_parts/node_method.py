@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -101,6 +102,12 @@ class NodeMethod(Method):
     @property
     def _node_device(self) -> torch.device:
         return next(parameter.device for _, parameter, _ in self.graph.incoming_parameters())
+
+    @property
+    def _node_dtype(self) -> torch.dtype:
+        """Of numbers kept for each node: the weights' own, float32 at least."""
+        kinds = [parameter.dtype for _, parameter, _ in self.graph.incoming_parameters()]
+        return functools.reduce(torch.promote_types, kinds, torch.float32)
 
     def _prepare_task(self, task: str) -> None:
         if self._graph is None:

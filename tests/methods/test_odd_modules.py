@@ -1,0 +1,133 @@
+"""Modules that are called in unusual ways, other precisions, and training that diverged."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PackNet
+from loops import adam, blobs, learn, make, mlp
+
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+
+
+class CalledByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return F.relu(self.norm(input=self.fc(x)))
+
+
+@pytest.mark.parametrize("cls", [AGSCL, HAT, EWC])
+def test_a_batchnorm_called_with_a_keyword_is_held_like_any_other(cls):
+    def outputs(trunk):
+        torch.manual_seed(0)
+        model = MultiHead(trunk(), features=32)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        method, optimizer = make(cls, model), adam(model)
+        for number in range(3):
+            learn(method, optimizer, number)
+        return model(blobs(0)[0][0], "t0").detach()
+
+    class Plain(CalledByKeyword):
+        def forward(self, x):
+            return F.relu(self.norm(self.fc(x)))
+
+    assert torch.equal(outputs(CalledByKeyword), outputs(Plain))
+
+
+class NormWithActivation(nn.BatchNorm1d):
+    """As timm's BatchNormAct2d: the activation is inside."""
+
+    def forward(self, x):
+        return F.relu(super().forward(x))
+
+
+def test_a_batchnorm_with_an_activation_inside_keeps_it_where_its_channels_are_frozen():
+    def train(*norm):
+        torch.manual_seed(0)
+        model = MultiHead(nn.Sequential(nn.Linear(16, 32), *norm), features=32)
+        method, optimizer = AGSCL(model, torch.zeros(2, 16), mu=8, lam=math.inf, rho=0.3), adam(model)
+        for number in range(2):
+            learn(method, optimizer, number)
+        model.train()
+        method.begin_task("t2", optimizer) if model.add_head("t2", 3) else None
+        return model.trunk(blobs(0)[0][0])
+
+    inside, outside = train(NormWithActivation(32)), train(nn.BatchNorm1d(32), nn.ReLU())
+    assert bool((inside >= 0).all())
+    torch.testing.assert_close(inside, outside)
+
+
+def test_an_error_of_the_users_own_forward_is_not_swallowed_while_statistics_are_taken_anew():
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
+    method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+    learn(method, optimizer, 0, epochs=1, end=False)
+
+    def forward(batch):
+        raise ValueError("my own mistake")
+
+    with pytest.raises(ValueError, match="my own mistake"):
+        method.end_task(blobs(0), forward)
+
+
+def test_a_last_batch_of_one_example_does_no_harm_to_batchnorm():
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
+    method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+    learn(method, optimizer, 0, epochs=1, end=False)
+    x, y = blobs(0)[0]
+    method.end_task([(x, y), (x[:1], y[:1])])
+
+
+def test_a_float64_model_has_importances_and_targets_in_float64():
+    torch.manual_seed(0)
+    model = MultiHead(mlp().double(), features=32)
+    assert AGSCL(model, torch.zeros(2, 16, dtype=torch.float64)).knowledge.omega.dtype == torch.float64
+    one, other = torch.randn(2, 4, 3, dtype=torch.float64)
+    term = LwF(model)._cross_entropy(one, other)
+    expected = -(torch.softmax(one / 2, -1) * torch.log_softmax(other / 2, -1)).sum(-1).mean()
+    assert term.dtype == torch.float64
+    assert torch.equal(term, expected)
+
+
+@pytest.mark.parametrize("cls", [LwF, PackNet])
+def test_a_task_whose_weights_are_not_finite_is_not_ended(cls):
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = make(cls, model), adam(model)
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, epochs=2)
+    with torch.no_grad():
+        model.trunk[0].weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"trunk\.0\.weight.*not ended"):
+        method.end_task(blobs(0))
+    assert method.task == "t0"
+
+
+def test_lwf_may_be_copied_between_forward_and_backward():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = LwF(model), adam(model)
+    learn(method, optimizer, 0)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer)
+    x, y = blobs(1)[0]
+    loss = F.cross_entropy(model(x, "t1"), y)
+    copied = copy.deepcopy(method)
+    loss.backward()
+    assert copied.task == "t1"
+    assert float(copied.loss(x, copied.model(x, "t1"))) == float(method.loss(x, model(x, "t1")))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_tau_must_be_a_finite_number(wrong):
+    with pytest.raises(ValueError, match="tau"):
+        AGSCL(MultiHead(mlp()), torch.zeros(2, 16), tau=wrong)
