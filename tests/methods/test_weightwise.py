@@ -546,7 +546,7 @@ def test_weights_that_join_within_a_task_are_held_as_the_others(kind, how):
 
 
 @pytest.mark.parametrize("kind", [EWC, SI, RWalk, MAS, L2])
-def test_between_tasks_the_penalty_is_zero_and_an_optimizer_that_climbs_is_refused(kind):
+def test_between_tasks_the_penalty_is_zero_and_an_optimizer_that_maximises_is_refused(kind):
     torch.manual_seed(0)
     model = MultiHead(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), features=8)
     method = kind(model)
@@ -559,7 +559,7 @@ def test_between_tasks_the_penalty_is_zero_and_an_optimizer_that_climbs_is_refus
     method.end_task(blobs(0))
     assert float(method.penalty()) == 0.0
     model.add_head("t1", 3)
-    with pytest.raises(ValueError, match="maximize=True would climb the penalty"):
+    with pytest.raises(ValueError, match="maximize=True would maximise the penalty"):
         method.begin_task("t1", torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
 
 

@@ -98,7 +98,7 @@ def test_a_trainer_looks_at_all_data_before_it_starts(change, said):
 
 def test_inputs_that_are_not_finite_are_named_where_the_nodes_are_looked_for():
     model = MultiHead(nn.Sequential(nn.Linear(3, 8), nn.ReLU()), features=8)
-    with pytest.raises(ValueError, match="Some inputs are infinite or NaN"):
+    with pytest.raises(ValueError, match="example_input must be finite"):
         AGSCL(model, torch.tensor([[math.nan, 0.0, 0.0]]))
 
 

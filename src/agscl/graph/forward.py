@@ -1,4 +1,4 @@
-"""Forward passes that leave no trace in the model, and that tell of every ReLU."""
+"""Forward passes that restore the model's state afterwards, and a watcher that reports every ReLU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WatchReLUs", "preserve_model_state"]
+__all__ = ["ReLUWatcher", "preserve_model_state"]
 
 _RELUS = {F.relu, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _CLAMPS = {torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}
@@ -22,10 +22,10 @@ _CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
 
 @contextmanager
 def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[None]:
-    """Run `model` in eval (or train) mode without leaving a trace: modes, buffers and random states come back."""
+    """Put `model` into eval (or train) mode; modes, buffers and random states are restored at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     model.train(train)
     try:
@@ -35,18 +35,18 @@ def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[N
         for module, training in modes:
             module.training = training
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        random.setstate(python)
-        np.random.set_state(numbers)  # noqa: NPY002
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-class WatchReLUs(TorchFunctionMode):
-    """Calls `seen(input, output)` at every ReLU, be it a module or a function, in call order."""
+class ReLUWatcher(TorchFunctionMode):
+    """Calls `on_relu(input, output)` at every ReLU, a module or a function, in the order of the calls."""
 
-    def __init__(self, seen: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, on_relu: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
-        self.seen = seen
+        self.on_relu = on_relu
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -54,9 +54,9 @@ class WatchReLUs(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_relu(func, args, kwargs):
             return func(*args, **kwargs)
-        given = (args[0] if args else kwargs["input"]).clone()  # a ReLU in place overwrites it
+        relu_input = (args[0] if args else kwargs["input"]).clone()  # a ReLU in place overwrites it
         result = func(*args, **kwargs)
-        self.seen(given, result)
+        self.on_relu(relu_input, result)
         return result
 
 

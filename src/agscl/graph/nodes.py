@@ -1,8 +1,8 @@
 """`NodeGraph`: the nodes of a model, and which columns of which later layers read each one.
 
-The graph is measured, not inferred, so there is no list of operators to keep: see `probing`. What a measurement cannot
-explain (a column that mixes several nodes of one layer, a weight used outside its layer, …) is refused with the name of
-the layer. When it is built, the graph proves itself with a measurement of another kind.
+The graph is measured, not inferred from operators: see `probing`. A layer that a measurement cannot explain (a column
+that mixes several nodes of one layer, a weight used outside its layer, …) is refused by name. Once built, the graph is
+checked with a second, independent measurement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from agscl.graph.probing import LAYERS, Claim, Flow, NodeGraphError, NodeProbe, Place, column_dim
+from agscl.graph.probing import LAYERS, ExpectedGroups, NodeGraphError, NodeProbe, NodeTrace, ProbePoint, column_dim
 from agscl.heads import HeadPlace, Heads, MultiHead
 
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
@@ -64,10 +64,10 @@ class Reader:
 
     def source_groups(self) -> Tensor:
         """The group that each stored weight reads, shaped to broadcast against the weight: (rows or 1, columns, 1…)."""
-        grouped = getattr(self.module, "groups", 1)
-        sources = self.sources.view(grouped, -1)
-        if grouped > 1:
-            sources = sources.repeat_interleave(len(self.weight) // grouped, 0)
+        conv_groups = getattr(self.module, "groups", 1)
+        sources = self.sources.view(conv_groups, -1)
+        if conv_groups > 1:
+            sources = sources.repeat_interleave(len(self.weight) // conv_groups, 0)
         return sources.view(*sources.shape, *[1] * (self.weight.dim() - 2))
 
 
@@ -78,7 +78,7 @@ class ReLUSite:
     index: int
     dim: int | None  # None: groups run over the flattened sample
     groups: Tensor
-    folded: int = 1  # how many rows of the tensor are one sample, where a model folds another dimension into the batch
+    rows_per_sample: int = 1  # above 1 where a model folds another dimension into the batch
 
 
 class NodeGraph:
@@ -105,7 +105,7 @@ class NodeGraph:
         tasks: Sequence[str] = (),
     ) -> None:
         if excluded not in ("freeze", "train"):
-            raise ValueError(f"excluded is 'freeze' or 'train', not {excluded!r}.")
+            raise ValueError(f"excluded must be 'freeze' or 'train', not {excluded!r}.")
         self.model, self.exclude, self.excluded = model, tuple(exclude), excluded
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
@@ -113,16 +113,16 @@ class NodeGraph:
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if not tensors:
             raise TypeError(
-                f"example_input is a batch of inputs, or a tuple of the forward pass's arguments; got "
+                f"example_input must be a batch of inputs, or a tuple of the forward pass's arguments; got "
                 f"{type(example_input).__name__}."
             )
         if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
-            raise ValueError("Some inputs are infinite or NaN: the nodes of a network cannot be found with them.")
+            raise ValueError("example_input must be finite; some of its values are infinite or NaN.")
         self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
         self.features: Tensor | None = None  # (features,) the group behind each input of a MultiHead's linear heads
         self._node_layers: dict[str, nn.Module] = {}
         self._norm_layers: dict[str, _BatchNorm] = {}
-        self._later_heads: list[str] = []  # heads of tasks that have not begun, where a function tells the heads
+        self._later_heads: list[str] = []  # heads of tasks not yet begun, where heads= is a function
         self._find_layers()
         task = self._first_task()
         probe = self._probe(task)
@@ -130,55 +130,59 @@ class NodeGraph:
             if self.heads is None or not callable(self.heads.place):  # else: a head whose task has not begun
                 raise NodeGraphError(
                     name,
-                    "the forward pass never calls it, so who reads its nodes is not known.",
+                    "the forward pass never calls it, so which layers read its nodes is not known.",
                     self._suggest_exclude(name),
                 )
             del self._node_layers[name], probe.replaced[name]
             self._later_heads.append(name)
         self._node_layers = {name: self._node_layers[name] for name in probe.outputs if name in self._node_layers}
-        self._called = set(probe.outputs)
-        self._place_nodes(probe.trace_nodes(list(self._node_layers)), probe.batch_folds)
+        self._called_layers = set(probe.outputs)
+        self._assemble_graph(probe.trace_nodes(list(self._node_layers)), probe.rows_per_sample)
         try:
             self.prove(task)
-        except NodeGraphError:  # small values may be hidden, e.g. under an input that is added: try large ones
-            self._place_nodes(probe.trace_nodes(list(self._node_layers), scales=(1.0, 1e3)), probe.batch_folds)
+        except NodeGraphError:  # small values may be lost in rounding, e.g. beside an added input: try large ones
+            self._assemble_graph(probe.trace_nodes(list(self._node_layers), scales=(1.0, 1e3)), probe.rows_per_sample)
             self.prove(task)
 
     def _first_task(self) -> str | None:
-        """The task to run the model for while it is probed; None: as the example says, or the trunk alone."""
+        """The task to run the model for while it is probed; None: the example names it, or the trunk runs alone."""
         if self.heads is None or not self.heads.takes_task or len(self.example) > (self.heads.task_position or 0):
             return None
-        known = self._tasks or self.heads.existing_tasks
-        return known[-1] if known else None
+        task_names = self._tasks or self.heads.existing_tasks
+        return task_names[-1] if task_names else None
 
     def _run_model(self, task: str | None, *arguments: Any) -> Any:
-        """The model's forward pass for `task`; of a `MultiHead` without a head, that of its trunk."""
+        """Run the model for `task`; of a `MultiHead` without a head, run its trunk."""
         if isinstance(self.model, MultiHead) and not self.model.heads:
             return self.model.trunk(*arguments)
         if self.heads is None or task is None:
             return self.model(*arguments)
         return self.heads.call_model(arguments, task, self._tasks or self.heads.existing_tasks)
 
-    # What is where ---------------------------------------------------------------------------------------------------
+    # Sorting the modules ---------------------------------------------------------------------------------------------
 
     def _find_layers(self) -> None:
         """Sort the model's modules into nodes, norms, excluded ones and heads; refuse what is none of these."""
         modules = dict(self.model.named_modules())
         for name in self.exclude:
             if name not in modules:
-                near = [known for known in modules if known.endswith(name)] or [known for known in modules if known]
-                raise ValueError(f"exclude: the model has no module {name!r}. It has: {', '.join(near[:20])}.")
+                similar = [other for other in modules if other.endswith(name)] or [other for other in modules if other]
+                raise ValueError(f"exclude: the model has no module {name!r}. It has: {', '.join(similar[:20])}.")
         self._head_names = self._find_head_names()
-        self._end_layers = self._find_end_layers()
+        self._reader_only_layers = self._find_reader_only_layers()
         parameter_owners: dict[int, str] = {}
         for name, module in modules.items():
-            if not self._is_outside(name) and isinstance(module, _InstanceNorm) and module.running_mean is not None:
+            if (
+                not self._is_head_or_excluded(name)
+                and isinstance(module, _InstanceNorm)
+                and module.running_mean is not None
+            ):
                 raise NodeGraphError(
                     name,
                     "its running statistics would change for old tasks; only those of BatchNorm can be kept.",
                     f"Use track_running_stats=False, or exclude={[*self.exclude, name]!r}.",
                 )
-            if self._is_outside(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
+            if self._is_head_or_excluded(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
                 continue
             if isinstance(module, _BatchNorm):
                 self._norm_layers[name] = module
@@ -190,20 +194,24 @@ class NodeGraph:
                 if owner != name and parameter.requires_grad:
                     raise NodeGraphError(
                         name,
-                        f"its {key} is also that of {owner} (tied weights): one weight cannot be frozen in one place "
-                        "and free in the other.",
+                        f"its {key} is also the one of {owner} (tied weights), so it cannot be frozen in one layer and "
+                        "free in the other.",
                         self._suggest_exclude(owner, name),
                     )
         for name, parameter in self.model.named_parameters():
             holder = name.rpartition(".")[0]
-            if parameter.requires_grad and not self._is_outside(holder) and id(parameter) not in parameter_owners:
-                alone = holder and not any(isinstance(m, LAYERS) for m in modules[holder].modules())
+            if (
+                parameter.requires_grad
+                and not self._is_head_or_excluded(holder)
+                and id(parameter) not in parameter_owners
+            ):
+                is_excludable = holder and not any(isinstance(m, LAYERS) for m in modules[holder].modules())
                 raise NodeGraphError(
                     holder or name,
                     f"the trained parameter {name} ({type(modules[holder]).__name__}) belongs to no node: nodes are "
                     "outputs of Linear and Conv layers, with the scale and shift of BatchNorm.",
                     self._suggest_exclude(holder)
-                    if alone
+                    if is_excludable
                     else "Move it into a module of its own, and exclude that one.",
                 )
         if not self._node_layers:
@@ -219,32 +227,34 @@ class NodeGraph:
         if not callable(self.heads.place):
             return (self.heads.prefix,)
         if not self._tasks:
-            raise ValueError("heads is a function of the task, so say for which: tasks=['name of the first task'].")
-        mine = {id(self.heads.get_head(task, self._tasks)) for task in self._tasks}
-        return tuple(name for name, module in self.model.named_modules() if id(module) in mine)
+            raise ValueError(
+                "heads is a function of the task, so give the tasks too: tasks=['name of the first task']."
+            )
+        head_ids = {id(self.heads.get_head(task, self._tasks)) for task in self._tasks}
+        return tuple(name for name, module in self.model.named_modules() if id(module) in head_ids)
 
-    def _find_end_layers(self) -> dict[str, nn.Module]:
-        """Layers of heads and of excluded modules: they read nodes, and are none."""
-        return {n: m for n, m in self.model.named_modules() if isinstance(m, LAYERS) and self._is_outside(n)}
+    def _find_reader_only_layers(self) -> dict[str, nn.Module]:
+        """The layers of heads and of excluded modules: their inputs are nodes, their outputs are not."""
+        return {n: m for n, m in self.model.named_modules() if isinstance(m, LAYERS) and self._is_head_or_excluded(n)}
 
-    def _is_outside(self, name: str) -> bool:
+    def _is_head_or_excluded(self, name: str) -> bool:
         return _is_within(name, self._head_names) or _is_within(name, self.exclude)
 
     def _suggest_exclude(self, *names: str) -> str:
         return f"Leave it out of the nodes with exclude={[*self.exclude, *names]!r}, or change the network."
 
     def _check_layer(self, name: str, module: nn.Module) -> None:
-        own = next(kind for kind in LAYERS if isinstance(module, kind))
-        changed = [
+        base_class = next(layer_class for layer_class in LAYERS if isinstance(module, layer_class))
+        overridden = [
             key
             for key in ("forward", "_conv_forward")
-            if getattr(type(module), key, None) is not getattr(own, key, None)
+            if getattr(type(module), key, None) is not getattr(base_class, key, None)
         ]
-        if changed:
+        if overridden:
             raise NodeGraphError(
                 name,
-                f"{type(module).__name__} computes its output in a way of its own ({changed[0]}), so a weight of 0 "
-                "need not mean that nothing is read.",
+                f"{type(module).__name__} overrides {overridden[0]}, so a weight of 0 need not mean that the input is "
+                "not read.",
                 self._suggest_exclude(name),
             )
         extra = [key for key in module._parameters if key not in ("weight", "bias")]
@@ -262,81 +272,87 @@ class NodeGraph:
             partial(self._run_model, task),
             self.example,
             nodes=self._node_layers,
-            ends=self._end_layers,
+            reader_only=self._reader_only_layers,
             norms=self._norm_layers,
             excluded={name: self.model.get_submodule(name) for name in self.exclude},
             suggest_exclude=self._suggest_exclude,
         )
 
-    # Placing what was measured ---------------------------------------------------------------------------------------
+    # Building the graph from what was measured -----------------------------------------------------------------------
 
-    def _place_nodes(self, flows: Mapping[Place, Flow], folds: Mapping[Place, int]) -> None:
-        """Turn the measured flows into groups, readers, norms and sites."""
-        start: dict[str, int] = {}
+    def _assemble_graph(
+        self, traces: Mapping[ProbePoint, NodeTrace], rows_per_sample: Mapping[ProbePoint, int]
+    ) -> None:
+        """Turn the traces into groups, readers, norms and ReLU sites."""
+        first_node: dict[str, int] = {}
         self.node_count = 0
         for name, module in self._node_layers.items():
-            start[name] = self.node_count
+            first_node[name] = self.node_count
             self.node_count += _count_nodes(module)
-        union = _Union(self.node_count)
-        found: dict[Place, Tensor] = {}  # a node behind each element, numbered through all layers
-        for place, flow in flows.items():
-            self._refuse_mixing(place, flow)
-            parts = [torch.where(nodes >= 0, nodes + start[layer], -1) for layer, nodes in flow.nodes.items()]
-            for part in parts:  # what meets in one element is added together: one group
-                known = found.setdefault(place, part)
-                union.join(known, part)
-                found[place] = torch.where(known >= 0, known, part)
-        self._join_depthwise(union, start, found)
+        node_sets = _DisjointSets(self.node_count)
+        nodes_at: dict[ProbePoint, Tensor] = {}  # a node behind each element, numbered through all layers
+        for point, trace in traces.items():
+            self._refuse_mixing(point, trace)
+            for layer, nodes in trace.nodes.items():
+                numbered = torch.where(nodes >= 0, nodes + first_node[layer], -1)
+                earlier = nodes_at.setdefault(point, numbered)
+                node_sets.merge(earlier, numbered)  # nodes that meet in one element are added together: one group
+                nodes_at[point] = torch.where(earlier >= 0, earlier, numbered)
+        self._merge_depthwise(node_sets, first_node, nodes_at)
 
-        group_of = torch.cat([union.groups(), torch.tensor([-1])])  # the last for -1, no node
+        group_of = torch.cat([node_sets.number_sets(), torch.tensor([-1])])  # the last for -1, no node
         self.size = int(group_of.max()) + 1
         self.layers = {
-            name: NodeLayer(name, module, group_of[start[name] : start[name] + _count_nodes(module)].clone())
+            name: NodeLayer(name, module, group_of[first_node[name] : first_node[name] + _count_nodes(module)].clone())
             for name, module in self._node_layers.items()
         }
         self.readers: dict[str, Reader] = {}
         self.norms: dict[str, NormLayer] = {}
         self.frozen_norms = self._excluded_norms()  # of a frozen backbone or module
         self.relu_sites: tuple[ReLUSite, ...] = ()
-        for (kind, name), nodes in found.items():
+        for (kind, name), nodes in nodes_at.items():
             if kind == "reader":
-                module = self._node_layers.get(name) or self._end_layers[name]
+                module = self._node_layers.get(name) or self._reader_only_layers[name]
                 self.readers[name] = Reader(name, module, group_of[nodes], _is_within(name, self._head_names))
             elif kind == "site":
-                self.relu_sites += (_make_site(int(name), group_of[nodes], folds.get((kind, name), 1)),)
+                self.relu_sites += (_make_relu_site(int(name), group_of[nodes], rows_per_sample.get((kind, name), 1)),)
         for name, norm in self._norm_layers.items():
-            self._place_norm(name, norm, found, group_of)
-        self.readers_of = {name: _count_columns(name, flows) for name in self._node_layers}
-        self._followed_by_norm = {layer for (kind, _), flow in flows.items() if kind == "norm" for layer in flow.nodes}
-        self._find_features(flows, found, group_of)
+            self._add_norm(name, norm, nodes_at, group_of)
+        self.readers_of = {name: _count_columns(name, traces) for name in self._node_layers}
+        self._followed_by_norm = {
+            layer for (kind, _), trace in traces.items() if kind == "norm" for layer in trace.nodes
+        }
+        self._find_features(traces, nodes_at, group_of)
         self._check_activations()
-        self._check_outputs(flows)
+        self._check_outputs(traces)
 
-    def _join_depthwise(self, union: _Union, start: Mapping[str, int], found: Mapping[Place, Tensor]) -> None:
+    def _merge_depthwise(
+        self, node_sets: _DisjointSets, first_node: Mapping[str, int], nodes_at: Mapping[ProbePoint, Tensor]
+    ) -> None:
         """A depthwise filter belongs to the channel it reads."""
         for name, module in self._node_layers.items():
-            grouped = getattr(module, "groups", 1)
-            reads = found.get(("reader", name))
-            if grouped > 1 and grouped == module.in_channels and reads is not None:
-                own = torch.arange(_count_nodes(module)) + start[name]
-                union.join(own, reads.repeat_interleave(len(own) // grouped))
+            conv_groups = getattr(module, "groups", 1)
+            sources = nodes_at.get(("reader", name))
+            if conv_groups > 1 and conv_groups == module.in_channels and sources is not None:
+                filters = torch.arange(_count_nodes(module)) + first_node[name]
+                node_sets.merge(filters, sources.repeat_interleave(len(filters) // conv_groups))
 
-    def _refuse_mixing(self, place: Place, flow: Flow) -> None:
-        kind, name = place
+    def _refuse_mixing(self, point: ProbePoint, trace: NodeTrace) -> None:
+        kind, name = point
         where = {"reader": f"an input column of {name}", "norm": f"a channel of {name}", "output": "an output"}
-        for layer, mixed in flow.mixed.items():
+        for layer, mixed in trace.mixed.items():
             if mixed and kind != "excluded":
-                ours = kind in ("reader", "norm") and not _is_within(name, self._head_names)
+                excludable = kind in ("reader", "norm") and not _is_within(name, self._head_names)
                 raise NodeGraphError(
                     layer,
                     f"{where.get(kind) or f'ReLU number {int(name) + 1}'} depends on several of its nodes at once (a "
                     "normalisation over channels, attention, a frozen layer or another mixing operation lies between), "
                     "so no column can be said to read one node.",
-                    self._suggest_exclude(*dict.fromkeys([layer, name] if ours else [layer])),
+                    self._suggest_exclude(*dict.fromkeys([layer, name] if excludable else [layer])),
                 )
 
-    def _place_norm(self, name: str, norm: _BatchNorm, found: Mapping[Place, Tensor], group_of: Tensor) -> None:
-        nodes = found.get(("norm", name))
+    def _add_norm(self, name: str, norm: _BatchNorm, nodes_at: Mapping[ProbePoint, Tensor], group_of: Tensor) -> None:
+        nodes = nodes_at.get(("norm", name))
         if nodes is None and norm.affine and not any(p.requires_grad for p in norm.parameters()):
             self.frozen_norms[name] = norm
             return
@@ -382,12 +398,12 @@ class NodeGraph:
                     f"the nodes with exclude={[*self.exclude, layer.name]!r}.",
                 )
 
-    def _check_outputs(self, flows: Mapping[Place, Flow]) -> None:
-        past = [layer for (kind, _), flow in flows.items() if kind == "output" for layer in flow.nodes]
+    def _check_outputs(self, traces: Mapping[ProbePoint, NodeTrace]) -> None:
+        layers_at_output = [layer for (kind, _), trace in traces.items() if kind == "output" for layer in trace.nodes]
         headless = isinstance(self.model, MultiHead) and not self.model.heads
-        if self.heads is not None and past and not headless:
+        if self.heads is not None and layers_at_output and not headless:
             raise NodeGraphError(
-                past[0],
+                layers_at_output[0],
                 "its nodes reach the model's output without passing a Linear or Conv layer of a head, so their "
                 "influence on old tasks cannot be set to zero.",
                 "Let each task's head begin with a Linear or Conv layer.",
@@ -396,23 +412,25 @@ class NodeGraph:
     # The proof -------------------------------------------------------------------------------------------------------
 
     def prove(self, task: str | None = None) -> None:
-        """Change random groups' outputs: exactly the claimed columns may change, with random and with real values."""
+        """Change random groups' outputs and raise unless exactly the columns that read them change."""
         probe = self._probe(task or self._first_task())
-        claims: dict[Place, Claim] = {("norm", name): Claim(1, norm.groups) for name, norm in self.norms.items()}
+        expected: dict[ProbePoint, ExpectedGroups] = {
+            ("norm", name): ExpectedGroups(1, norm.groups) for name, norm in self.norms.items()
+        }
         for name, reader in self.readers.items():
             if name in probe.outputs:
                 dims = probe.outputs[name].dim() + (len(probe.outputs[name]) != 2)
-                claims["reader", name] = Claim(column_dim(reader.module, dims), reader.sources)
-        claims |= {("site", str(site.index)): Claim(site.dim, site.groups) for site in self.relu_sites}
+                expected["reader", name] = ExpectedGroups(column_dim(reader.module, dims), reader.sources)
+        expected |= {("site", str(site.index)): ExpectedGroups(site.dim, site.groups) for site in self.relu_sites}
         groups = {name: layer.groups for name, layer in self.layers.items()}
-        if contradiction := probe.find_contradiction(groups, self.size, claims):
+        if contradiction := probe.find_contradiction(groups, self.size, expected):
             (kind, name), column = contradiction
             place = f"ReLU number {int(name) + 1}" if kind == "site" else name
             raise NodeGraphError(
                 next(iter(self.layers)) if kind == "site" else name,
-                f"the graph failed its own proof at column {column} of {place}: it does not read just the nodes it was "
-                "found to read. Does the forward pass depend on chance, or on the values it sees?",
-                "Make it deterministic in eval mode, or exclude=[…] the layers around.",
+                f"the graph failed its own check: column {column} of {place} does not read exactly the nodes that were "
+                "found before. Is the forward pass random, or does it depend on the values it sees?",
+                "Make it deterministic in eval mode, or leave the layers around it out with exclude=[…].",
             )
 
     # Heads -----------------------------------------------------------------------------------------------------------
@@ -425,88 +443,101 @@ class NodeGraph:
         if self.has_head(head):
             return
         self._head_names = self._find_head_names()
-        self._end_layers = self._find_end_layers()
+        self._reader_only_layers = self._find_reader_only_layers()
         if self._add_linear_head(head):
             return
         sources = [n for n, readers in self.readers_of.items() if any(self.readers[r].is_head for r in readers)]
         probe = self._probe(task)
-        self._called |= set(probe.outputs)
-        for (kind, name), flow in probe.trace_nodes(sources or list(self._node_layers)).items():
-            if kind != "reader" or name not in self._end_layers:
+        self._called_layers |= set(probe.outputs)
+        for (kind, name), trace in probe.trace_nodes(sources or list(self._node_layers)).items():
+            if kind != "reader" or name not in self._reader_only_layers:
                 continue
-            self._refuse_mixing((kind, name), flow)
-            for layer, nodes in flow.nodes.items():
+            self._refuse_mixing((kind, name), trace)
+            for layer, nodes in trace.nodes.items():
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
                 reader = self.readers.setdefault(
-                    name, Reader(name, self._end_layers[name], groups, not _is_within(name, self.exclude))
+                    name, Reader(name, self._reader_only_layers[name], groups, not _is_within(name, self.exclude))
                 )
                 reader.sources = torch.where(reader.sources >= 0, reader.sources, groups)
                 self.readers_of[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(task)
         if not self.has_head(head):
-            raise ValueError(f"The forward pass for task {task!r} does not run its head: what does heads= say?")
+            raise ValueError(f"The forward pass for task {task!r} does not run its head. Check heads=.")
 
     def _add_linear_head(self, head: nn.Module) -> bool:
         """Add a head that is one or several linear layers of a `MultiHead`: all of these read the trunk's features."""
-        parts = list(head.values()) if isinstance(head, nn.ModuleDict) else [head]
+        layers = list(head.values()) if isinstance(head, nn.ModuleDict) else [head]
         if self.features is None or type(self.model) is not MultiHead:
             return False
-        for part in parts:
-            if isinstance(part, nn.LazyLinear) and part.has_uninitialized_params():
-                part(torch.zeros(1, len(self.features), dtype=part.weight.dtype, device=part.weight.device))
-        if not all(_is_plain_linear(part) and part.in_features == len(self.features) for part in parts):
+        for linear in layers:
+            if isinstance(linear, nn.LazyLinear) and linear.has_uninitialized_params():
+                linear(torch.zeros(1, len(self.features), dtype=linear.weight.dtype, device=linear.weight.device))
+        if not all(_is_plain_linear(linear) and linear.in_features == len(self.features) for linear in layers):
             return False
-        names = {id(module): name for name, module in self._end_layers.items()}
-        for part in parts:
-            name = names[id(part)]
-            self.readers[name] = Reader(name, part, self.features, is_head=True)
+        names = {id(module): name for name, module in self._reader_only_layers.items()}
+        for linear in layers:
+            name = names[id(linear)]
+            self.readers[name] = Reader(name, linear, self.features, is_head=True)
             for layer, count in self._feature_columns.items():
                 self.readers_of[layer][name] = count
-            self._called.add(name)
+            self._called_layers.add(name)
         return True
 
-    def _find_features(self, flows: Mapping[Place, Flow], found: Mapping[Place, Tensor], group_of: Tensor) -> None:
-        """Note which group is behind each of the trunk's features, from its output or from a linear head's input."""
+    def _find_features(
+        self, traces: Mapping[ProbePoint, NodeTrace], nodes_at: Mapping[ProbePoint, Tensor], group_of: Tensor
+    ) -> None:
+        """Find which group is behind each of the trunk's features, from its output or from a linear head's input."""
         self._feature_columns: dict[str, int] = {}
         if type(self.model) is not MultiHead:
             return
-        outputs = [place for place in flows if place[0] == "output"]
+        output_points = [point for point in traces if point[0] == "output"]
         if not self.model.heads:
-            place = outputs[0] if len(outputs) == 1 else None
+            point = output_points[0] if len(output_points) == 1 else None
         else:
-            linear = [name for name in self._called if _is_plain_linear(self._end_layers.get(name))]
-            place = ("reader", linear[0]) if len(linear) == 1 and _is_within(linear[0], self._head_names) else None
-        if place is None or place not in found:
+            linear_heads = [
+                name for name in self._called_layers if _is_plain_linear(self._reader_only_layers.get(name))
+            ]
+            point = (
+                ("reader", linear_heads[0])
+                if len(linear_heads) == 1 and _is_within(linear_heads[0], self._head_names)
+                else None
+            )
+        if point is None or point not in nodes_at:
             return
-        self.features = group_of[found[place].flatten()]
+        self.features = group_of[nodes_at[point].flatten()]
         self.model.features = len(self.features)
-        for layer, nodes in flows[place].nodes.items():
+        for layer, nodes in traces[point].nodes.items():
             self._feature_columns[layer] = int(torch.bincount(nodes[nodes >= 0]).max())
 
     def has_head(self, head: nn.Module) -> bool:
         """Whether it is known which nodes `head` reads."""
-        own = {id(module) for module in head.modules()}
-        return any(id(self._end_layers[name]) in own for name in self._called if name in self._end_layers)
+        module_ids = {id(module) for module in head.modules()}
+        return any(
+            id(self._reader_only_layers[name]) in module_ids
+            for name in self._called_layers
+            if name in self._reader_only_layers
+        )
 
     def find_unfrozen(self) -> list[str]:
-        """Trained parameters of no node, norm, head or excluded module: unfrozen since the graph was built."""
-        known = {id(p) for _, p, _ in self.incoming_parameters()}
+        """Names of trained parameters outside nodes, norms, heads and excluded modules: unfrozen since the graph was
+        built."""
+        node_parameters = {id(p) for _, p, _ in self.incoming_parameters()}
         return [
             name
             for name, p in self.model.named_parameters()
             if p.requires_grad
-            and id(p) not in known
-            and not self._is_outside(holder := name.rpartition(".")[0])
+            and id(p) not in node_parameters
+            and not self._is_head_or_excluded(holder := name.rpartition(".")[0])
             and holder not in self._later_heads
         ]
 
-    # For a person ----------------------------------------------------------------------------------------------------
+    # Printing --------------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         groups = f" in {self.size} groups" if self.size != self.node_count else ""
         lines = [f"{type(self.model).__name__}: {self.node_count} nodes{groups} in {len(self.layers)} layers"]
         width = max(len(name) for name in self.layers)
-        sets = {name: set(layer.groups.tolist()) for name, layer in self.layers.items()}
+        layer_groups = {name: set(layer.groups.tolist()) for name, layer in self.layers.items()}
         for name, layer in self.layers.items():
             readers = [
                 reader + (f" ({count} columns each)" if count > 1 else "")
@@ -515,15 +546,17 @@ class NodeGraph:
             ]
             if any(self.readers[reader].is_head for reader in self.readers_of[name]):
                 readers.append("heads")
-            partners = [other for other in sets if other != name and sets[name] & sets[other]]
+            partners = [other for other in layer_groups if other != name and layer_groups[name] & layer_groups[other]]
             line = f"  {name:<{width}} {layer.size:>5} nodes  {type(layer.module).__name__}"
             line += (
                 f"{', BatchNorm' if name in self._followed_by_norm else ''} → ReLU → {_shorten(readers) or 'output'}"
             )
             line += f"; one group with {_shorten(partners)}" if partners else ""
             lines.append(line if len(line) <= 100 else line[:99] + "…")
-        fate = "kept as it is" if self.excluded == "freeze" else "trained by every task"
-        lines += [f"  {name}: excluded, {fate}; what later layers read of it is not protected" for name in self.exclude]
+        treatment = "kept as it is" if self.excluded == "freeze" else "trained by every task"
+        lines += [
+            f"  {name}: excluded, {treatment}; what later layers read of it is not protected" for name in self.exclude
+        ]
         if self.frozen_norms:
             lines.append(f"  frozen BatchNorm keeps its statistics: {_shorten(list(self.frozen_norms))}")
         return "\n".join(lines)
@@ -532,17 +565,17 @@ class NodeGraph:
 
     @property
     def incoming_modules(self) -> list[NodeLayer]:
-        """Layers and norms: all that holds rows of a node's incoming group."""
+        """Layers and norms: the modules that hold rows of a node's incoming group."""
         return [*self.layers.values(), *self.norms.values()]
 
     def groups_by_layer(self) -> Iterator[Tensor]:
-        """Of each layer, the groups (groups,) that no layer before it has: a group counts there."""
-        seen = torch.zeros(self.size, dtype=torch.bool)
+        """For each layer, (groups,) the groups that no layer before it has, so that each group is counted once."""
+        counted = torch.zeros(self.size, dtype=torch.bool)
         for layer in self.layers.values():
-            here = torch.zeros_like(seen)
-            here[layer.groups] = True
-            yield here & ~seen
-            seen |= here
+            in_layer = torch.zeros_like(counted)
+            in_layer[layer.groups] = True
+            yield in_layer & ~counted
+            counted |= in_layer
 
     def incoming_parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Every parameter of a node's incoming group: its name, itself, and the group of each of its rows."""
@@ -564,54 +597,54 @@ def _count_nodes(module: nn.Module) -> int:
     return len(module.get_parameter("weight"))
 
 
-def _is_within(name: str, places: Iterable[str]) -> bool:
-    return any(name == place or name.startswith(f"{place}.") for place in places)
+def _is_within(name: str, prefixes: Iterable[str]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _shorten(names: Sequence[str]) -> str:
     return names[0] + (f" +{len(names) - 1}" if len(names) > 1 else "") if names else ""
 
 
-def _count_columns(layer: str, flows: Mapping[Place, Flow]) -> dict[str, int]:
+def _count_columns(layer: str, traces: Mapping[ProbePoint, NodeTrace]) -> dict[str, int]:
     """For each reader of `layer`, in forward order, how many columns it reads of each node."""
-    found = {}
-    for (kind, name), flow in flows.items():
-        if kind == "reader" and layer in flow.nodes:
-            nodes = flow.nodes[layer]
-            found[name] = int(torch.bincount(nodes[nodes >= 0]).max())
-    return found
+    columns = {}
+    for (kind, name), trace in traces.items():
+        if kind == "reader" and layer in trace.nodes:
+            nodes = trace.nodes[layer]
+            columns[name] = int(torch.bincount(nodes[nodes >= 0]).max())
+    return columns
 
 
-def _make_site(index: int, groups: Tensor, folded: int) -> ReLUSite:
-    """A site whose groups vary along one dimension only (channels) is kept as that vector, else flattened."""
+def _make_relu_site(index: int, groups: Tensor, rows_per_sample: int) -> ReLUSite:
+    """A site whose groups vary along one dimension only (channels) keeps that vector; any other all its elements."""
     for dim in range(groups.dim()):
-        lines = groups.movedim(dim, 0).reshape(groups.shape[dim], -1)
-        vector = lines.amax(1)
-        if bool(((lines == vector[:, None]) | (lines < 0)).all()):
-            return ReLUSite(index, dim + 1, vector, folded)
-    return ReLUSite(index, None, groups.flatten(), folded)
+        by_position = groups.movedim(dim, 0).reshape(groups.shape[dim], -1)
+        channel_groups = by_position.amax(1)
+        if bool(((by_position == channel_groups[:, None]) | (by_position < 0)).all()):
+            return ReLUSite(index, dim + 1, channel_groups, rows_per_sample)
+    return ReLUSite(index, None, groups.flatten(), rows_per_sample)
 
 
-class _Union:
+class _DisjointSets:
     """Disjoint sets of nodes."""
 
     def __init__(self, size: int) -> None:
         self.parent = list(range(size))
 
-    def find(self, a: int) -> int:
-        while self.parent[a] != a:
-            self.parent[a] = a = self.parent[self.parent[a]]
-        return a
+    def find_root(self, node: int) -> int:
+        while self.parent[node] != node:
+            self.parent[node] = node = self.parent[self.parent[node]]
+        return node
 
-    def join(self, left: Tensor, right: Tensor) -> None:
-        """Join left[i] with right[i], where both are nodes."""
-        both = (left >= 0) & (right >= 0) & (left != right)
-        for a, b in set(zip(left[both].tolist(), right[both].tolist(), strict=True)):
-            a, b = sorted((self.find(a), self.find(b)))
-            self.parent[b] = a
+    def merge(self, left: Tensor, right: Tensor) -> None:
+        """Merge the set of left[i] with that of right[i], where both are nodes."""
+        differ = (left >= 0) & (right >= 0) & (left != right)
+        for a, b in set(zip(left[differ].tolist(), right[differ].tolist(), strict=True)):
+            first, second = sorted((self.find_root(a), self.find_root(b)))
+            self.parent[second] = first
 
-    def groups(self) -> Tensor:
-        """A number from 0 for each node's set, in the order of the sets' first nodes."""
-        roots = torch.tensor([self.find(a) for a in range(len(self.parent))])
+    def number_sets(self) -> Tensor:
+        """(nodes,) the number of each node's set, counted from 0 in the order of the sets' first nodes."""
+        roots = torch.tensor([self.find_root(node) for node in range(len(self.parent))])
         numbers: Tensor = torch.unique(roots, return_inverse=True)[1]
         return numbers

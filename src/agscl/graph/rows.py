@@ -14,26 +14,27 @@ __all__ = ["FlatRows", "Rows", "make_rows"]
 
 
 class Rows:
-    """All rows of some groups' incoming weights, wherever they lie, as the proximal operators take them.
+    """The incoming weights of the `chosen` (groups,) groups: rows of several parameters, for the proximal operators.
 
-    `groups` are their numbers, `members` (groups, m) their rows counted through all tensors laid end to end.
+    `groups` (chosen groups,) are their numbers; `members` (chosen groups, m) lists each group's rows, counted through
+    all gathered tensors, and is padded with the total number of rows.
     """
 
     def __init__(self, graph: NodeGraph, chosen: Tensor) -> None:
         chosen = chosen.cpu()
         self.groups = chosen.nonzero().flatten()
-        place = torch.full((graph.size,), -1).masked_scatter_(chosen, torch.arange(len(self.groups)))
+        position = torch.full((graph.size,), -1).masked_scatter_(chosen, torch.arange(len(self.groups)))
         self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.index: list[Tensor] = []
         owners = []
         for name, parameter, groups in graph.incoming_parameters():
-            mine = chosen[groups].nonzero().flatten()
-            if len(mine):
+            rows = chosen[groups].nonzero().flatten()
+            if len(rows):
                 self.names.append(name)
                 self.parameters.append(parameter)
-                self.index.append(mine.to(parameter.device))
-                owners.append(place[groups[mine]])
+                self.index.append(rows.to(parameter.device))
+                owners.append(position[groups[rows]])
         owner = torch.cat(owners) if owners else torch.empty(0, dtype=torch.int64)
         order = owner.argsort(stable=True)
         counts = torch.bincount(owner, minlength=len(self.groups))
@@ -47,7 +48,7 @@ class Rows:
         return len(self.groups)
 
     def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of the same groups that were taken by a `Rows`, as `scatter_` wants them."""
+        """Convert rows of the same groups, gathered by a `Rows`, to the form that `scatter_` takes."""
         return list(rows)
 
     def gather(self) -> list[Tensor]:
@@ -56,27 +57,25 @@ class Rows:
 
     @torch.no_grad()
     def scatter_(self, rows: Sequence[Tensor]) -> None:
-        """Write rows back, but for what the user has frozen."""
+        """Write rows back, except into parameters that the user has frozen."""
         for parameter, index, new in zip(self.parameters, self.index, rows, strict=True):
             if parameter.requires_grad:
                 parameter.index_copy_(0, index, new)
 
 
 class FlatRows(Rows):
-    """The same rows with all their numbers laid end to end, as one tensor: fewer kernels for a GPU to launch.
+    """The same rows flattened into one tensor, which takes fewer GPU kernels.
 
-    `gather` gives that tensor alone, (numbers,), and `members` (groups, m) counts numbers, not rows.
+    `gather` returns that tensor alone, (numbers,); `members` (groups, m) lists numbers, not rows.
     """
 
     MAX_NUMBERS = 2**23
-    """Numbers of members, which take eight bytes each."""
+    """Most numbers in `members`, which take eight bytes each."""
 
     def __init__(self, rows: Rows) -> None:
         self.groups, self.names, self.parameters, self.index = rows.groups, rows.names, rows.parameters, rows.index
         self._numels = [parameter.numel() for parameter in self.parameters]
-        self._channels_last = [
-            _is_channels_last(parameter) for parameter in self.parameters
-        ]  # whatever they may become
+        self._channels_last = [_is_channels_last(p) for p in self.parameters]  # as they are now, even if that changes
         positions, widths, offset = [], [], 0
         for parameter, index in zip(self.parameters, self.index, strict=True):
             width = parameter[0].numel()
@@ -84,23 +83,23 @@ class FlatRows(Rows):
             positions.append(((offset + index * width)[:, None] + torch.arange(width, device=index.device)).flatten())
             offset += parameter.numel()
         self._positions = torch.cat(positions)
-        wide = torch.cat([*widths, torch.zeros(1, dtype=torch.long)])  # of each row; 0 where a group has no more
-        first = wide.cumsum(0) - wide
+        row_widths = torch.cat([*widths, torch.zeros(1, dtype=torch.long)])  # 0: padding
+        row_starts = row_widths.cumsum(0) - row_widths
         blocks = []
         for row in rows.members.unbind(1):
-            of_row, start = (part.to(row.device)[row][:, None] for part in (wide, first))
-            along = torch.arange(int(of_row.max()), device=row.device)
-            blocks.append(torch.where(along < of_row, start + along, len(self._positions)))
+            counts, starts = (table.to(row.device)[row][:, None] for table in (row_widths, row_starts))
+            offsets = torch.arange(int(counts.max()), device=row.device)
+            blocks.append(torch.where(offsets < counts, starts + offsets, len(self._positions)))
         self.members = torch.cat(blocks, 1)
 
     @classmethod
     def supports(cls, rows: Rows) -> bool:
-        """Whether there are some and not too many, of one kind, each without gaps in memory."""
+        """Whether there are rows, not too many, of one dtype on one device, in dense parameters."""
         parameters = rows.parameters
-        widest = sum(parameter[0].numel() for parameter in parameters)
+        total_width = sum(parameter[0].numel() for parameter in parameters)
         alike = len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
         dense = all(parameter.is_contiguous() or _is_channels_last(parameter) for parameter in parameters)
-        return alike and dense and len(rows) * widest <= cls.MAX_NUMBERS
+        return alike and dense and len(rows) * total_width <= cls.MAX_NUMBERS
 
     def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
         return [self._concat(rows)] if rows else []
@@ -110,21 +109,20 @@ class FlatRows(Rows):
 
     @torch.no_grad()
     def scatter_(self, rows: Sequence[Tensor]) -> None:
-        whole = self._concat(self.parameters)
-        whole[self._positions] = rows[0]
-        news = whole.split(self._numels)
-        moved = [parameter.requires_grad for parameter in self.parameters]
-        mine = list(itertools.compress(self._in_memory_order(self.parameters), moved))
-        if mine:
-            theirs = itertools.compress(news, moved)
-            torch._foreach_copy_(mine, [new.view(one.shape) for new, one in zip(theirs, mine, strict=True)])
+        flat = self._concat(self.parameters)
+        flat[self._positions] = rows[0]
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        targets = list(itertools.compress(self._in_memory_order(self.parameters), trained))
+        if targets:
+            pairs = zip(itertools.compress(flat.split(self._numels), trained), targets, strict=True)
+            torch._foreach_copy_(targets, [new.view(target.shape) for new, target in pairs])
 
     def _concat(self, tensors: Sequence[Tensor]) -> Tensor:
         """A copy of whole parameters, or of rows of each."""
         return torch.cat([tensor.reshape(-1) for tensor in self._in_memory_order(tensors)])
 
     def _in_memory_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views of them with dimensions in the order in which the parameters lay in memory."""
+        """Views with their dimensions in the parameters' memory order."""
         pairs = zip(tensors, self._channels_last, strict=True)
         return [tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach() for tensor, last in pairs]
 

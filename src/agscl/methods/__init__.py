@@ -18,14 +18,14 @@ LAST = ("frozen", "finetune")
 @cache
 def find_methods() -> dict[str, type[Method]]:
     """Every method that has a title, by the name of its file, in the order of tables."""
-    found: dict[str, type[Method]] = {}
+    methods: dict[str, type[Method]] = {}
     for module in pkgutil.iter_modules(__path__):
         if module.name.startswith("_"):
             continue
         name = f"{__name__}.{module.name}"
         classes = [value for value in vars(import_module(name)).values() if isinstance(value, type)]
-        for one in classes:
-            if issubclass(one, Method) and one.__module__ == name and "title" in vars(one):
-                found[module.name] = one
-    others = sorted(name for name in found if name not in (*FIRST, *LAST))
-    return {name: found[name] for name in (*FIRST, *others, *LAST) if name in found}
+        for candidate in classes:
+            if issubclass(candidate, Method) and candidate.__module__ == name and "title" in vars(candidate):
+                methods[module.name] = candidate
+    others = sorted(name for name in methods if name not in (*FIRST, *LAST))
+    return {name: methods[name] for name in (*FIRST, *others, *LAST) if name in methods}

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
 from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
-from agscl.methods._parts.batchnorm import FreezeStatistics, NodeNorms, recompute_statistics
+from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes
 from agscl.methods._parts.importance import measure_activations
 from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_penalties
@@ -115,11 +115,11 @@ class AGSCLPlan(NodePlan):
     method: AGSCL
     saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norms", "start_rows")
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         rates = LayerRates(self.graph, self.optimizers)
         self.schedule = ProximalSchedule(rates, self.method.config.prox_every, self.steps_per_epoch)
-        self.norms = NodeNorms(self.graph, ~self.method.knowledge.free)
+        self.norms = NodeNormFreezer(self.graph, ~self.method.knowledge.free)
         self.start_norms: list[float] = []  # of free groups, smallest and median, for the checks
         self.start_rows: list[Tensor] = []  # with prox=False, all rows as the task began
 
@@ -253,7 +253,7 @@ class AGSCL(NodeMethod):
         knowledge.digests = GroupDigests(self.graph)
         if self.config.reinit_from == "start":
             knowledge.initial_weights = [p.detach().clone() for _, p, _ in self.graph.incoming_parameters()]
-        self._frozen_norms = FreezeStatistics(self.graph.frozen_norms)
+        self._frozen_norms = StatisticsFreezer(self.graph.frozen_norms)
 
     # Updating Ω (8) and re-initialisation of unimportant nodes -------------------------------------------------------
 
@@ -319,7 +319,7 @@ class AGSCL(NodeMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        return forecast_node_memory(outline, DIGEST_BYTES, keeps_start=settings.get("reinit_from") == "start")
+        return forecast_node_memory(outline, DIGEST_BYTES, keeps_initial_weights=settings.get("reinit_from") == "start")
 
     def _certified_claims(self) -> dict[str, Any]:
         digests = self.knowledge.digests
@@ -331,11 +331,11 @@ class AGSCL(NodeMethod):
         if self.config.zero_init == "off":
             notes.append("zero_init is off: old outputs may change through free nodes")
         kind = "guaranteed" if math.isinf(self.config.lam) and self.config.prox else "held"
-        claims = digests.make_claims(self.knowledge.first_task)
+        claims = digests.describe_groups(self.knowledge.first_task)
         return {"kind": kind, "zero_rule": self.config.zero_init, "notes": notes, **claims}
 
-    def _check_size(self, state: Mapping[str, Any]) -> None:
-        self._refuse_size(len(state["omega"]))
+    def _check_group_count(self, state: Mapping[str, Any]) -> None:
+        self._require_group_count(len(state["omega"]))
 
     def close(self) -> None:
         super().close()

@@ -100,7 +100,7 @@ class EWC(WeightMethod):
     @torch.no_grad()
     def penalty(self) -> Tensor:
         """λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
-        return self.strength * (self._sum_distances() + self.knowledge.minimum)
+        return self.strength * (self._sum_weighted_distances() + self.knowledge.minimum)
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class EWC(WeightMethod):
                 batches,
                 loss,
                 power=2,
-                batch=self.config.batch,
+                batch_size=self.config.batch,
                 train=self.config.mode == "train",
             )
         if kind in ("estimated", "sampled"):

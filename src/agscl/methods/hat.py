@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods._parts.batchnorm import FreezeStatistics, NodeNorms
+from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
@@ -88,7 +88,7 @@ class HATPlan(NodePlan):
         self.moment_age: int | Tensor = 0  # steps since the moments were cleared, likewise
         self._gradient: Tensor | None = None
         self._factors: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, 1 − min(…), its value at the last step
-        self._norms: NodeNorms | None = None
+        self._norms: NodeNormFreezer | None = None
 
     # Embedding and protected weights ---------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class HATPlan(NodePlan):
                 factor = torch.minimum(factor, used[reader.source_groups().to(used.device)])
             if bool(factor.any()):
                 self._factors.append((parameter, 1 - factor, parameter.detach().clone()))
-        self._norms = NodeNorms(self.graph, used_groups > 0)
+        self._norms = NodeNormFreezer(self.graph, used_groups > 0)
 
     def start(self) -> None:
         free = self.method.knowledge.used < 0.5
@@ -305,7 +305,7 @@ class HAT(NodeMethod):
 
     def _init_nodes(self) -> None:
         self.knowledge.used = torch.zeros(self.graph.size, device=self._node_device)
-        self._frozen_norms = FreezeStatistics(self.graph.frozen_norms)
+        self._frozen_norms = StatisticsFreezer(self.graph.frozen_norms)
 
     @property
     def embedding(self) -> nn.Parameter | None:
@@ -510,8 +510,8 @@ class HAT(NodeMethod):
         """What is copied with a model: not the gates of a pass that is still to go backward."""
         return {**vars(self), "_pass_gates": None, "_last_gates": None}
 
-    def _check_size(self, state: Mapping[str, Any]) -> None:
-        self._refuse_size(len(state["used"]))
+    def _check_group_count(self, state: Mapping[str, Any]) -> None:
+        self._require_group_count(len(state["used"]))
 
     def close(self) -> None:
         super().close()

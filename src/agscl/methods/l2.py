@@ -49,7 +49,7 @@ class L2(WeightMethod):
     def strength(self) -> float:
         return self.config.lam / 2
 
-    def _importances_now(self) -> None:
+    def _current_importances(self) -> None:
         """All are 1."""
 
     def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:

@@ -88,6 +88,6 @@ class MAS(WeightMethod):
             batches,
             score,
             power=1,
-            batch=self.config.batch if self.config.batch > 1 else None,
+            batch_size=self.config.batch if self.config.batch > 1 else None,
             train=self.config.mode == "train",
         )

@@ -67,8 +67,8 @@ class RWalkPlan(PathPlan):
     method: RWalk
     saved: ClassVar[tuple[str, ...]] = ("current",)
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.current: Tensors = {}  # the importances in force, F + s as the task began
 
     @property
@@ -88,7 +88,9 @@ class RWalkPlan(PathPlan):
     def path_tables(self) -> list[Mapping[str, Tensor]]:
         return [self.method.knowledge.fisher, self.path]
 
-    def integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *tables: Any) -> None:
+    def integrate(
+        self, gradients: list[Tensor], negative_step: list[Tensor], skipped: Tensor | None, *tables: Any
+    ) -> None:
         (fisher, path), config = tables, self.method.config
         squares = torch._foreach_mul(gradients, gradients)
         if skipped is None:
@@ -97,14 +99,14 @@ class RWalkPlan(PathPlan):
             torch._foreach_sub_(squares, fisher)
             torch._foreach_mul_(squares, torch.where(skipped, 0.0, config.alpha))
             torch._foreach_add_(fisher, squares)
-        gains = torch._foreach_mul(gradients, back)
+        gains = torch._foreach_mul(gradients, negative_step)
         if config.clip:
             torch._foreach_clamp_min_(gains, 0.0)
-        torch._foreach_mul_(back, back)
-        torch._foreach_mul_(back, fisher)
-        torch._foreach_mul_(back, 0.5)
-        torch._foreach_add_(back, config.eps)
-        torch._foreach_addcdiv_(path, gains, back)
+        torch._foreach_mul_(negative_step, negative_step)
+        torch._foreach_mul_(negative_step, fisher)
+        torch._foreach_mul_(negative_step, 0.5)
+        torch._foreach_add_(negative_step, config.eps)
+        torch._foreach_addcdiv_(path, gains, negative_step)
 
 
 class RWalk(PathMethod):
@@ -159,12 +161,12 @@ class RWalk(PathMethod):
             fisher, score = _normalise(fisher), _normalise(score)
         return {name: fisher[name] + score[name] for name in fisher}
 
-    def _importances_now(self) -> Tensors:
+    def _current_importances(self) -> Tensors:
         return {} if self.plan is None else self.plan.current
 
 
 def _normalise(table: dict[str, Tensor]) -> dict[str, Tensor]:
     """All values brought to [0, 1] together; all 0 where they do not differ."""
-    low = torch.stack([one.min() for one in table.values()]).min()
-    width = torch.stack([one.max() for one in table.values()]).max() - low
-    return {name: torch.where(width > 0, (one - low) / width, 0.0) for name, one in table.items()}
+    low = torch.stack([tensor.min() for tensor in table.values()]).min()
+    width = torch.stack([tensor.max() for tensor in table.values()]).max() - low
+    return {name: torch.where(width > 0, (tensor - low) / width, 0.0) for name, tensor in table.items()}

@@ -43,8 +43,10 @@ class SIConfig(WeightConfig):
 class SIPlan(PathPlan):
     """One task of SI: its path is W."""
 
-    def integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *tables: Any) -> None:
-        torch._foreach_addcmul_(tables[0], gradients, back)
+    def integrate(
+        self, gradients: list[Tensor], negative_step: list[Tensor], skipped: Tensor | None, *tables: Any
+    ) -> None:
+        torch._foreach_addcmul_(tables[0], gradients, negative_step)
 
 
 class SI(PathMethod):

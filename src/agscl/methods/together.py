@@ -121,21 +121,21 @@ class Together(Method):
 
     def load_state_dict(self, state: Mapping[str, Any], *optimizers: Optimizer) -> None:
         kinds = [type(method).__name__ for method in self.methods]
-        saved = [one["method"] for one in state.get("methods", [])]
+        saved = [method_state["method"] for method_state in state.get("methods", [])]
         if saved != kinds:
             raise ValueError(f"This is the state of {', '.join(saved) or state['method']}, not of {', '.join(kinds)}.")
         for method in self.methods:
             method._drop_plan()
-        for method, one in zip(self.methods, state["methods"], strict=True):
-            method.load_state_dict(one, *optimizers)
+        for method, method_state in zip(self.methods, state["methods"], strict=True):
+            method.load_state_dict(method_state, *optimizers)
 
     def close(self) -> None:
         for method in self.methods:
             method.close()
 
-    def _require_task(self, seam: str) -> None:
+    def _require_task(self, caller: str) -> None:
         if self.task is None:
-            raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
+            raise RuntimeError(f"{caller} was called outside a task: call begin_task(task, optimizer) first.")
 
     def __repr__(self) -> str:
         return f"Together({', '.join(map(repr, self.methods))})"

@@ -1,4 +1,4 @@
-"""BatchNorm while what it does for old tasks must stay as it is."""
+"""Freezing, switching and recomputing the running statistics of BatchNorms."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from agscl.graph.nodes import NodeGraph
 
 __all__ = [
-    "FreezeChannels",
-    "FreezeStatistics",
-    "NodeNorms",
-    "TaskStatistics",
+    "ChannelFreezer",
+    "NodeNormFreezer",
+    "StatisticsFreezer",
+    "TaskStatisticsSwitcher",
     "find_batchnorms",
     "recompute_statistics",
 ]
@@ -26,13 +26,13 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def find_batchnorms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The BatchNorms of a model that keep running statistics, by name."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-    return {name: module for name, module in found if module.running_mean is not None}
+    """The BatchNorms of a model that have running statistics, by name."""
+    batchnorms = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    return {name: module for name, module in batchnorms if module.running_mean is not None}
 
 
-class FreezeStatistics:
-    """Lets BatchNorms normalise by their running statistics in training too, and leave these as they are."""
+class StatisticsFreezer:
+    """Runs BatchNorms as in eval mode, in training too: by their running statistics, which they do not update."""
 
     def __init__(self, norms: Mapping[str, _BatchNorm]) -> None:
         self._training: list[nn.Module] = []
@@ -46,7 +46,7 @@ class FreezeStatistics:
             handle.remove()
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        while self._training:  # of a pass that was interrupted (Ctrl-C): torch calls no hook then
+        while self._training:  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
             self._training.pop().training = True
         if module.training:
             self._training.append(module)
@@ -57,11 +57,11 @@ class FreezeStatistics:
             self._training.pop().training = True
 
 
-class TaskStatistics:
-    """Running statistics of BatchNorms for every task, put in place while the model runs for that task.
+class TaskStatisticsSwitcher:
+    """Switches BatchNorms to a task's own running statistics while the model runs for that task.
 
-    `task_of(args, kwargs)` says which task a call of the model is for; a task without kept statistics uses those in
-    the model. Buffers are exchanged, not written over: autograd holds on to the ones that it saw.
+    `task_of(args, kwargs)` returns the task that a call of the model is for; a task without stored statistics uses
+    those in the model. Buffers are exchanged, not overwritten: autograd may have saved them.
     """
 
     def __init__(
@@ -71,23 +71,25 @@ class TaskStatistics:
         task_of: Callable[[tuple[Any, ...], dict[str, Any]], str | None],
     ) -> None:
         self.norms = dict(norms)
-        self.kept: dict[str, dict[str, Tensor]] = {}
+        self.statistics: dict[str, dict[str, Tensor]] = {}
         self._task_of = task_of
-        self._own: list[list[dict[str, Tensor | None]] | None] = []  # of the calls under way
+        self._replaced: list[
+            list[dict[str, Tensor | None]] | None
+        ] = []  # buffers exchanged by the calls under way; None: none
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
         )
 
-    def keep(self, task: str) -> None:
-        """Remember the statistics in the model as those of `task`."""
+    def store(self, task: str) -> None:
+        """Store a copy of the statistics in the model, averaged over ranks, as those of `task`."""
         if dist.is_available() and dist.is_initialized():  # every rank saw a part of the data
             for norm in self.norms.values():
                 for buffer in (norm.running_mean, norm.running_var):
                     assert buffer is not None
                     dist.all_reduce(buffer)
                     buffer /= dist.get_world_size()
-        self.kept[task] = {
+        self.statistics[task] = {
             f"{name}.{key}": norm._buffers[key].clone()  # type: ignore[union-attr]
             for name, norm in self.norms.items()
             for key in _STATISTICS
@@ -98,40 +100,40 @@ class TaskStatistics:
             handle.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        while self._own:  # of a pass that was interrupted (Ctrl-C): torch calls no hook then
-            self._put_back()
-        kept = self.kept.get(self._task_of(args, kwargs) or "")
-        if kept is None:
-            self._own.append(None)
+        while self._replaced:  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
+            self._restore_buffers()
+        stored = self.statistics.get(self._task_of(args, kwargs) or "")
+        if stored is None:
+            self._replaced.append(None)
             return
-        self._own.append([{key: norm._buffers[key] for key in _STATISTICS} for norm in self.norms.values()])
+        self._replaced.append([{key: norm._buffers[key] for key in _STATISTICS} for norm in self.norms.values()])
         for name, norm in self.norms.items():
-            norm._buffers.update({key: kept[f"{name}.{key}"] for key in _STATISTICS})
+            norm._buffers.update({key: stored[f"{name}.{key}"] for key in _STATISTICS})
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._own:
-            self._put_back()
+        if self._replaced:
+            self._restore_buffers()
 
-    def _put_back(self) -> None:
-        if (own := self._own.pop()) is not None:
-            for norm, buffers in zip(self.norms.values(), own, strict=True):
+    def _restore_buffers(self) -> None:
+        if (buffers_before := self._replaced.pop()) is not None:
+            for norm, buffers in zip(self.norms.values(), buffers_before, strict=True):
                 norm._buffers.update(buffers)
 
 
-class FreezeChannels:
-    """Normalises the kept channels of a BatchNorm by their kept statistics in training too.
+class ChannelFreezer:
+    """Normalises the frozen channels of a BatchNorm by their frozen statistics, in training too.
 
-    The other channels use and update batch statistics as ever. (Only putting statistics back after each step would
-    train on batch statistics what is later evaluated on kept ones: the old task survives, the new one is ruined.)
+    The other channels use and update batch statistics as usual. (Only restoring the statistics after each step would
+    train on batch statistics and evaluate on frozen ones: the old task survives, the new one is ruined.)
     """
 
-    def __init__(self, module: _BatchNorm, keep: Tensor) -> None:
+    def __init__(self, module: _BatchNorm, frozen_channels: Tensor) -> None:
         assert module.running_mean is not None
         assert module.running_var is not None
         self.module = module
-        self.keep = keep.to(module.running_mean.device)
-        self.mean, self.var = module.running_mean.clone(), module.running_var.clone()
-        self._own: tuple[Tensor, Tensor] | None = None
+        self.frozen_channels = frozen_channels.to(module.running_mean.device)
+        self.frozen_mean, self.frozen_var = module.running_mean.clone(), module.running_var.clone()
+        self._replaced: tuple[Tensor, Tensor] | None = None
         self._handles: tuple[RemovableHandle, ...] = (
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -142,23 +144,23 @@ class FreezeChannels:
             handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Let the forward pass update copies: autograd holds on to the statistics that it saw."""
-        if self._own is not None:  # of a pass that was interrupted (Ctrl-C): torch calls no hook then
-            module._buffers.update(running_mean=self._own[0], running_var=self._own[1])
-            self._own = None
+        """Let the forward pass update copies: autograd may have saved the buffers themselves."""
+        if self._replaced is not None:  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
+            module._buffers.update(running_mean=self._replaced[0], running_var=self._replaced[1])
+            self._replaced = None
         if module.training:
-            self._own = module._buffers["running_mean"], module._buffers["running_var"]  # type: ignore[assignment]
-            module._buffers.update(running_mean=self._own[0].clone(), running_var=self._own[1].clone())  # type: ignore[index]
+            self._replaced = module._buffers["running_mean"], module._buffers["running_var"]  # type: ignore[assignment]
+            module._buffers.update(running_mean=self._replaced[0].clone(), running_var=self._replaced[1].clone())  # type: ignore[index]
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor | None
     ) -> Tensor | None:
-        if self._own is None:
+        if self._replaced is None:
             return None
-        (mean, var), self._own = self._own, None
+        (mean, var), self._replaced = self._replaced, None
         with torch.no_grad():
-            mean.copy_(torch.where(self.keep, self.mean, module._buffers["running_mean"]))  # type: ignore[arg-type]
-            var.copy_(torch.where(self.keep, self.var, module._buffers["running_var"]))  # type: ignore[arg-type]
+            mean.copy_(torch.where(self.frozen_channels, self.frozen_mean, module._buffers["running_mean"]))  # type: ignore[arg-type]
+            var.copy_(torch.where(self.frozen_channels, self.frozen_var, module._buffers["running_var"]))  # type: ignore[arg-type]
         module._buffers.update(running_mean=mean, running_var=var)
         if output is None:  # the forward pass failed
             return None
@@ -167,16 +169,16 @@ class FreezeChannels:
             frozen = self._run_frozen(args, kwargs)
         else:
             x = args[0] if args else kwargs["input"]
-            scale = torch.rsqrt(self.var + self.module.eps)
-            frozen = (x - self.mean.view(channels)) * scale.view(channels)
+            scale = torch.rsqrt(self.frozen_var + self.module.eps)
+            frozen = (x - self.frozen_mean.view(channels)) * scale.view(channels)
             if self.module.affine:
                 frozen = frozen * self.module.weight.view(channels) + self.module.bias.view(channels)
-        return torch.where(self.keep.view(channels), frozen.to(output.dtype), output)
+        return torch.where(self.frozen_channels.view(channels), frozen.to(output.dtype), output)
 
     def _run_frozen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What a subclass with a forward of its own (an activation inside, say) gives with the kept statistics."""
+        """Run a subclass that overrides forward (say, with an activation inside) with the frozen statistics."""
         module, before = self.module, dict(self.module._buffers)
-        module._buffers.update(running_mean=self.mean, running_var=self.var)
+        module._buffers.update(running_mean=self.frozen_mean, running_var=self.frozen_var)
         module.training = False
         try:
             output: Tensor = type(module).forward(module, *args, **kwargs)
@@ -186,8 +188,8 @@ class FreezeChannels:
             module._buffers.update(before)
 
 
-class NodeNorms:
-    """The BatchNorms over nodes during a task: channels of important nodes are frozen, the others are followed."""
+class NodeNormFreezer:
+    """Freezes the BatchNorm channels of the `important` (groups,) nodes during a task."""
 
     saved: ClassVar[tuple[str, ...]] = ("start_batches",)
 
@@ -196,32 +198,32 @@ class NodeNorms:
         self.start_batches = self._count_batches()
         masks = [important[norm.groups.to(important.device)] for norm in self._norms]
         pairs = zip(self._norms, masks, strict=True)
-        self._frozen = [FreezeChannels(norm.module, mask) for norm, mask in pairs if bool(mask.any())]
+        self._freezers = [ChannelFreezer(norm.module, mask) for norm, mask in pairs if bool(mask.any())]
 
     def find_trained(self) -> list[_BatchNorm]:
-        """Those that saw a batch since the task began: not the ones that the loop keeps in eval mode."""
+        """The BatchNorms that saw a batch since the task began, so not those that the loop keeps in eval mode."""
         counts = zip(self._norms, self.start_batches, self._count_batches(), strict=True)
-        return [norm.module for norm, before, now in counts if now > before]
+        return [norm.module for norm, before, after in counts if after > before]
 
     def _count_batches(self) -> list[int]:
         return [int(norm.module.num_batches_tracked) for norm in self._norms]  # type: ignore[arg-type]
 
     def close(self) -> None:
-        for frozen in self._frozen:
-            frozen.close()
+        for freezer in self._freezers:
+            freezer.close()
 
 
 @torch.no_grad()
 def recompute_statistics(
     norms: Iterable[_BatchNorm], model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]
 ) -> None:
-    """Take the running statistics anew, as the mean over `batches`, for weights that have just been changed.
+    """Recompute the running statistics, as the mean over `batches`, for weights that have just changed.
 
-    A proximal step shrinks weights under the statistics' feet: they lag behind, and a network that is right in
-    training is wrong in evaluation. Kept channels stay as they are. Batches must be mixed as in training.
+    After a proximal step shrinks weights the running statistics lag behind, so that evaluation differs from training.
+    Frozen channels stay as they are. Batches must be shuffled as in training.
     """
     norms, modes = list(norms), [(module, module.training) for module in model.modules()]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    saved = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     model.eval()
     for norm in norms:
         norm.train()
@@ -242,7 +244,7 @@ def recompute_statistics(
                     dist.all_reduce(buffer)
                     buffer /= dist.get_world_size()
     finally:
-        for norm, (momentum, tracked) in zip(norms, before, strict=True):
+        for norm, (momentum, tracked) in zip(norms, saved, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, tracked
         for module, training in modes:
             module.training = training

@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 
 class GroupDigests:
-    """Sixteen bytes per group, taken when a task ends, instead of a copy of the weights to compare with."""
+    """A digest of 16 bytes per group, taken when a task ends: replaces a copy of the weights to compare with."""
 
     saved: ClassVar[tuple[str, ...]] = ("weights", "rows", "unmoved", "moved")
 
@@ -36,16 +36,16 @@ class GroupDigests:
                 if name in graph.readers
             },
         )
-        self.unmoved: list[int] = []  # groups important before the last task that it left alone
+        self.unmoved: list[int] = []  # groups important before the last task that it left unchanged
         self.moved: list[int] = []  # and those that it changed
         self.update()
 
     def update(self) -> None:
-        """Take the digests to compare the next task's end with: of weights, and of these with BatchNorm statistics."""
+        """Digest the weights, and the weights with BatchNorm statistics, to compare with when the next task ends."""
         self.weights, self.rows = self._compute()
 
     def compare(self, important: Tensor) -> Tensor:
-        """(groups,) whether a group's weights changed since `update`; notes which important groups moved."""
+        """(groups,) whether a group's weights changed since `update`; also sets `moved` and `unmoved`."""
         weights, rows = self._compute()
         same = torch.tensor([old == new for old, new in zip(self.rows, rows, strict=True)])
         self.unmoved = (important.cpu() & same).nonzero().flatten().tolist()
@@ -61,8 +61,8 @@ class GroupDigests:
     def bytes(self) -> int:
         return DIGEST_BYTES * self.layout.size * (2 if self.layout.statistics else 1)
 
-    def make_claims(self, first_task: Tensor) -> dict[str, Any]:
-        """What a certificate says of the groups; `first_task` is the task each became important in."""
+    def describe_groups(self, first_task: Tensor) -> dict[str, Any]:
+        """The fields of a certificate on the groups; `first_task` (groups,) is the task each became important in."""
         first = first_task.tolist()
         return {
             "layout": self.layout,

@@ -1,4 +1,4 @@
-"""Parts of a trunk that the first task trains and no later one may move."""
+"""Methods whose first task trains parts of the trunk that later tasks keep frozen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from agscl.methods._parts.batchnorm import FreezeStatistics, find_batchnorms
+from agscl.methods._parts.batchnorm import StatisticsFreezer, find_batchnorms
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.plan import Plan
 
@@ -18,9 +18,9 @@ class FrozenPartsPlan(Plan):
 
     method: FrozenPartsMethod
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._frozen_norms: FreezeStatistics | None = None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._frozen_norms: StatisticsFreezer | None = None
 
     def attach(self) -> None:
         super().attach()
@@ -30,7 +30,7 @@ class FrozenPartsPlan(Plan):
         self.freeze(p for name, p in method.find_trunk_parameters().items() if method.is_frozen(name))
         heads = method.heads.modules(method.tasks)
         norms = find_batchnorms(method.model)
-        self._frozen_norms = FreezeStatistics({name: norm for name, norm in norms.items() if id(norm) not in heads})
+        self._frozen_norms = StatisticsFreezer({name: norm for name, norm in norms.items() if id(norm) not in heads})
 
     def detach(self) -> None:
         super().detach()

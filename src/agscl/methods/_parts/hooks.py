@@ -1,4 +1,4 @@
-"""The one pair of hooks on an optimizer, through which all methods act on weights.
+"""The pair of hooks on an optimizer through which all methods act on weights.
 
 A step of the optimizer runs through fixed phases, whatever methods are attached and in whatever order:
 
@@ -62,7 +62,7 @@ class StepHooks:
     # Before the step -------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._show_gradients()  # of a step that raised
+        self._unhide_gradients()  # hidden by a step that raised
         if not self._penalties_added:
             for plan in self.plans:
                 plan.start_step(optimizer)
@@ -71,7 +71,7 @@ class StepHooks:
             self._prepare_gradients(optimizer)
             return None
 
-        def closure_then_penalty() -> Any:  # torch calls this hook before the closure: gradients are stale until then
+        def closure_then_penalty() -> Any:  # torch runs this hook before the closure, when gradients are still stale
             self._penalties_added = False
             with torch.enable_grad():
                 loss = closure()
@@ -103,11 +103,11 @@ class StepHooks:
             plan.observe_total(optimizer, getattr(optimizer, "grad_scale", None))
         for plan in self.plans:
             for parameter in plan.frozen:
-                if parameter.grad is not None:  # a zero gradient too would let momentum and weight decay move it
+                if parameter.grad is not None:  # with a zero gradient, momentum and weight decay would still move it
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
 
-    def _show_gradients(self) -> None:
+    def _unhide_gradients(self) -> None:
         for parameter, gradient in self._hidden:
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -117,7 +117,7 @@ class StepHooks:
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._show_gradients()
+        self._unhide_gradients()
         skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer's hooks run on overflow too
         for plan in self.plans:
             plan.count_step(optimizer)

@@ -1,4 +1,4 @@
-"""What multiplies μ and λ for each group of nodes; by layer, which is beyond the paper."""
+"""The factors of μ and λ for each group of nodes; their scaling by layer is beyond the paper."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def scale_penalties(graph: NodeGraph, omega: Tensor, free: Tensor, by_layer: ByL
     importances of each layer get the same mean ("lam", "both"); the mean over all groups stays.
     """
     nodes = torch.cat([layer.groups for layer in graph.layers.values()]).bincount(minlength=graph.size)
-    mu, omega = nodes.sqrt().to(omega), omega.clone()
+    mu_factors, omega = nodes.sqrt().to(omega), omega.clone()
     if by_layer in ("mu", "both"):
-        weights = torch.zeros_like(mu)
+        weight_counts = torch.zeros_like(mu_factors)
         for _, parameter, groups in graph.incoming_parameters():
-            size = mu.new_full((len(groups),), parameter[0].numel())
-            weights.index_add_(0, groups.to(mu.device), size)
-        weights = (weights / nodes.to(mu)).sqrt()  # of one of the nodes that are one group
-        mu *= weights / weights.mean()
+            row_sizes = mu_factors.new_full((len(groups),), parameter[0].numel())
+            weight_counts.index_add_(0, groups.to(mu_factors.device), row_sizes)
+        roots = (weight_counts / nodes.to(mu_factors)).sqrt()  # of the mean number of weights of a group's nodes
+        mu_factors *= roots / roots.mean()
     if by_layer in ("lam", "both"):
         mean = omega[~free].mean()
-        for layer in graph.groups_by_layer():
-            important = layer.to(omega.device) & ~free
+        for in_layer in graph.groups_by_layer():
+            important = in_layer.to(omega.device) & ~free
             omega[important] *= mean / omega[important].mean()
-    return mu, omega
+    return mu_factors, omega
 
 
 def find_less_active(graph: NodeGraph, activations: Tensor, share: float) -> Tensor:
-    """(groups,) those that are active, but less than `share` of the mean of the active ones in their layer."""
-    less = torch.zeros_like(activations, dtype=torch.bool)
-    for layer in graph.groups_by_layer():
-        active = layer.to(activations.device) & (activations > 0)
-        less |= active & (activations < share * activations[active].mean())
-    return less
+    """(groups,) mask of the groups that are active, but below `share` of the mean over their layer's active ones."""
+    less_active = torch.zeros_like(activations, dtype=torch.bool)
+    for in_layer in graph.groups_by_layer():
+        active = in_layer.to(activations.device) & (activations > 0)
+        less_active |= active & (activations < share * activations[active].mean())
+    return less_active

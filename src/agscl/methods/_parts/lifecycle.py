@@ -31,7 +31,7 @@ Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
 
 
 class SelfCheckWarning(UserWarning):
-    """A method that seems to do nothing, the cause it suspects and the value that would do."""
+    """Warns that a method seems to do nothing; the message gives the likely cause and a value that would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class NoSettings:
 
 
 class Method:
-    """A continual-learning method, joined to any training loop. `docs/architecture.md` lists all it asks of one.
+    """A continual-learning method for any training loop. `docs/architecture.md` lists what the loop must do.
 
     `heads` says where the heads of a model that is not a `MultiHead` are: the name of an `nn.ModuleList` or
     `nn.ModuleDict`, or a function `(model, task) -> module`. `settings` are the fields of the method's `Config`.
@@ -49,7 +49,7 @@ class Method:
     # What a method declares ------------------------------------------------------------------------------------------
 
     title: ClassVar[str] = ""
-    """Its name in tables; the first line of the class's text says what it does."""
+    """Its name in tables; the first line of the class's docstring says what it does."""
     Config: ClassVar[type[Any]] = NoSettings
     Knowledge: ClassVar[type[states.Knowledge]] = states.Knowledge
     Plan: ClassVar[type[plans.Plan]] = plans.Plan
@@ -61,10 +61,10 @@ class Method:
     """Settings that give the form behind the AGS-CL paper's table: `Kind(model, lam=…, **Kind.paper)`."""
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
-        known = [field.name for field in fields(self.Config)]
-        if unknown := [name for name in settings if name not in known]:
+        setting_names = [field.name for field in fields(self.Config)]
+        if unknown := [name for name in settings if name not in setting_names]:
             kind = type(self).__name__
-            raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(known) or 'none'}.")
+            raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(setting_names) or 'none'}.")
         self.config = self.Config(**settings)
         self.model = unwrap_model(model)
         self.averaged_by_ddp = find_ddp_parameters(model)
@@ -87,12 +87,12 @@ class Method:
 
     @property
     def capturable(self) -> bool:
-        """Whether a graph may hold a step: nothing is counted in Python from step to step."""
+        """Whether a CUDA graph may hold a step: nothing is counted in Python from step to step."""
         return True
 
     @property
     def end_epoch_capturable(self) -> bool:
-        """Whether `end_epoch` does the same work each time, so that a graph may hold it."""
+        """Whether `end_epoch` does the same work each time, so that a CUDA graph may hold it."""
         return True
 
     @property
@@ -102,10 +102,10 @@ class Method:
 
     @property
     def plan_version(self) -> int:
-        """Counts up when what a step does has changed: a captured one is out of date then."""
+        """Counts up when what a step does has changed, so that a captured step must be captured again."""
         return 0 if self.plan is None else self.plan.version
 
-    # The seams -------------------------------------------------------------------------------------------------------
+    # Called by the loop ----------------------------------------------------------------------------------------------
 
     def begin_task(
         self,
@@ -118,10 +118,10 @@ class Method:
         if self.task is not None:
             raise RuntimeError(f"Task {self.task!r} is still under way: call end_task before begin_task({task!r}).")
         if task in self.tasks:
-            raise ValueError(f"Task {task!r} was learned already. A second part of it needs a name of its own.")
+            raise ValueError(f"Task {task!r} was learned already. Give further data of it another task name.")
         for need, count in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
             if need in self.needs and count is None:
-                raise ValueError(f"{self.title} must know {need} beforehand: begin_task(task, optimizer, {need}=…).")
+                raise ValueError(f"{self.title} needs {need}: call begin_task(task, optimizer, {need}=…).")
         self._check_optimizers(optimizers)
         self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
         self.tasks.append(task)
@@ -140,9 +140,9 @@ class Method:
         self._require_plan("end_epoch").end_epoch()
 
     def clear_moments(self, when: Tensor | None = None) -> None:
-        """For a loop that clears an optimizer's state within a task, or does so where `when` is true.
+        """Reset the moments that the method itself holds, where `when` is true (default: always).
 
-        What a method moves by itself, as an optimizer does, then starts anew too.
+        For a loop that clears an optimizer's state within a task.
         """
 
     def end_task(self, batches: Iterable[Any], forward: Forward | None = None) -> None:
@@ -171,12 +171,12 @@ class Method:
         return next(self.model.parameters()).new_zeros(())
 
     def penalty(self) -> Tensor:
-        """The value now of what the method adds to the loss through gradients alone, to report or to validate by."""
+        """The current value of the penalty whose gradient the method adds, to report or to validate by."""
         return next(self.model.parameters()).new_zeros(())
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
-        """Look at the model as it was for `task` (gates, masks). A `MultiHead` tells by itself."""
+        """Run the model as it was learned for `task` (gates, masks); not needed where a call of the model names it."""
         if task not in self.tasks:
             raise ValueError(f"Task {task!r} has not begun. Tasks so far: {', '.join(self.tasks) or 'none'}.")
         self._viewed_task, before = task, self._viewed_task
@@ -211,10 +211,10 @@ class Method:
         plan = state["plan"]
         if plan is not None:
             self._check_optimizers(optimizers)
-        own, stored = asdict(self.config), state["settings"]
-        if other := [key for key in own if stored.get(key, own[key]) != own[key]]:
-            changes = ", ".join(f"{key} {stored[key]!r} → {own[key]!r}" for key in other)
-            warn_user(f"The state was saved with other settings: {changes}. What follows uses the new ones.")
+        current, stored = asdict(self.config), state["settings"]
+        if changed := [key for key in current if stored.get(key, current[key]) != current[key]]:
+            changes = ", ".join(f"{key} {stored[key]!r} → {current[key]!r}" for key in changed)
+            warn_user(f"The state was saved with other settings: {changes}. Training continues with the new ones.")
         self._load_knowledge(state["knowledge"], None if plan is None else plan["task"])
         self._restore_parameter_order(optimizers)
         if plan is not None:
@@ -248,7 +248,7 @@ class Method:
         self.tasks.pop()
 
     def close(self) -> None:
-        """Remove all hooks and give back what was changed; the weights stay as they are."""
+        """Remove all hooks and undo all changes to the model but those of its weights."""
         self._drop_plan()
 
     def _drop_plan(self) -> None:
@@ -266,7 +266,7 @@ class Method:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What a method does beside its plan; each is nothing here --------------------------------------------------------
+    # What a method does at the ends of a task; empty unless overridden -----------------------------------------------
 
     def _prepare_task(self, task: str) -> None:
         """Called when a new task begins, before its plan is made."""
@@ -282,13 +282,15 @@ class Method:
         Every method reports importances, anchors, masks and embeddings, and its own purposes where it has more.
         """
         tensors = self.knowledge.held_tensors()
-        for purpose, more in self.plan.held_tensors().items() if self.plan is not None else ():
-            tensors[purpose] = [*tensors.get(purpose, []), *more]
+        for purpose, plan_tensors in self.plan.held_tensors().items() if self.plan is not None else ():
+            tensors[purpose] = [*tensors.get(purpose, []), *plan_tensors]
         counts = dict.fromkeys(COMMON_PURPOSES, 0)
-        for purpose, some in tensors.items():
-            if purpose in counts or some:
-                counts[purpose] = sum(t.numel() for t in some)
-        counts["bytes"] = sum(t.numel() * t.element_size() for some in tensors.values() for t in some)
+        for purpose, purpose_tensors in tensors.items():
+            if purpose in counts or purpose_tensors:
+                counts[purpose] = sum(t.numel() for t in purpose_tensors)
+        counts["bytes"] = sum(
+            t.numel() * t.element_size() for purpose_tensors in tensors.values() for t in purpose_tensors
+        )
         return counts
 
     @classmethod
@@ -301,7 +303,7 @@ class Method:
         return dict(self.knowledge.statistics)
 
     def certificate(self, probe: Tensor | None = None) -> Certificate:
-        """What is certain at the end of the last task; `probe` is a batch to run the heads on as a second witness."""
+        """Certify what the last task left unchanged; outputs of all heads on the batch `probe` are a second check."""
         if self.task is not None:
             raise RuntimeError(f"Task {self.task!r} is under way: a certificate is made after end_task.")
         if not self.tasks:
@@ -375,9 +377,9 @@ class Method:
             return output
         return self.call_model(batch, self.task)
 
-    def _require_plan(self, seam: str) -> plans.Plan:
+    def _require_plan(self, caller: str) -> plans.Plan:
         if self.plan is None:
-            raise RuntimeError(f"{seam} was called outside a task: call begin_task(task, optimizer) first.")
+            raise RuntimeError(f"{caller} was called outside a task: call begin_task(task, optimizer) first.")
         return self.plan
 
     def check_weights_finite(self) -> None:
@@ -413,7 +415,10 @@ class Method:
                 raise TypeError(f"Expected a torch.optim optimizer, got {type(optimizer).__name__}.")
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         if not any(id(p) in trained for p in self.model.parameters()):
-            raise ValueError("The optimizer holds none of the model's parameters. Was the model copied or moved since?")
+            raise ValueError(
+                "The optimizer holds none of the model's parameters. Was the model copied or moved after the "
+                "optimizer was made? Then make the optimizer again."
+            )
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -425,8 +430,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     sharded = any("FullyShardedDataParallel" in type(m).__name__ for m in model.modules())
     if sharded or any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise NotImplementedError(
-            "The model is sharded (FSDP): its nodes' rows lie on several ranks, which is not supported yet. "
-            "Use DistributedDataParallel, which is."
+            "The model is sharded (FSDP), which is not supported: the rows of a node would lie on several ranks. "
+            "Use DistributedDataParallel."
         )
     return model
 
@@ -441,7 +446,7 @@ def find_ddp_parameters(model: nn.Module) -> set[int] | None:
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the caller's own code that led here, not at one of this package or of torch."""
+    """Warn with the line of the user's code that led here, not one of this package or of torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("agscl", "torch"):
         frame, level = frame.f_back, level + 1

@@ -164,9 +164,9 @@ def _measure_layers(model: nn.Module, arguments: tuple[Any, ...], trunk: set[int
         yield LayerInputs(groups, weight[0].numel(), tuple(positions), weight.element_size())
 
 
-def forecast_node_memory(outline: Outline, digest_bytes: int, *, keeps_start: bool) -> Memory:
+def forecast_node_memory(outline: Outline, digest_bytes: int, *, keeps_initial_weights: bool) -> Memory:
     """For each group Ω and its first task in 32 bits; anchors of the important groups, at most of all."""
-    start = outline.incoming if keeps_start else ZERO
+    initial_weights = outline.incoming if keeps_initial_weights else ZERO
     digests = digest_bytes * outline.digests * outline.groups
     return Memory.from_counts(
         ["anchors", "bytes"],
@@ -174,6 +174,6 @@ def forecast_node_memory(outline: Outline, digest_bytes: int, *, keeps_start: bo
         anchors=outline.incoming.numbers,
         masks=outline.groups,
         digests=digests,
-        bytes=outline.groups * (outline.default_bytes + 4) + outline.incoming.bytes + start.bytes + digests,
-        **({"start": start.numbers} if start.numbers else {}),
+        bytes=outline.groups * (outline.default_bytes + 4) + outline.incoming.bytes + initial_weights.bytes + digests,
+        **({"start": initial_weights.numbers} if initial_weights.numbers else {}),
     )

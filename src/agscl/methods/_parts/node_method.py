@@ -22,7 +22,7 @@ PROBE_SIZE, PROBE_SEED = 16, 0
 
 
 class NodePlan(Plan):
-    """A plan that knows the nodes; it keeps excluded modules frozen."""
+    """A plan with the node graph at hand; it freezes excluded modules."""
 
     method: NodeMethod
 
@@ -58,7 +58,7 @@ class NodeMethod(Method):
     ) -> None:
         if example_input is None:
             raise TypeError(
-                f"{type(self).__name__} must know the network's nodes: give a batch of inputs, "
+                f"{type(self).__name__} needs an example input to find the network's nodes: give a batch of inputs, "
                 f"{type(self).__name__}(model, example_input), or a NodeGraph."
             )
         graph = example_input if isinstance(example_input, NodeGraph) else None
@@ -66,27 +66,27 @@ class NodeMethod(Method):
             heads = graph.heads.place
         super().__init__(model, heads=heads, **settings)
         if graph is not None and graph.model is not self.model:
-            raise ValueError("The NodeGraph is of another model: build it on the one given to the method.")
+            raise ValueError("The NodeGraph was built on another model: build it on the model given to the method.")
         self._graph = graph
         self._graph_options: dict[str, Any] = {"exclude": tuple(exclude), "excluded": excluded}
         self._example_input = example_input if graph is None else None
         if graph is not None:
             self._init_nodes()
-        elif self._knows_call(example_input):
+        elif self._can_run_model(example_input):
             self._build_graph()
 
-    def _knows_call(self, example_input: Any) -> bool:
+    def _can_run_model(self, example_input: Any) -> bool:
         """Whether it is known, before the first task begins, how to run the model and where its heads are."""
-        heads, count = self.heads, len(example_input) if isinstance(example_input, tuple) else 1
+        heads, argument_count = self.heads, len(example_input) if isinstance(example_input, tuple) else 1
         if callable(heads.place):
             return False
-        names_task = heads.task_position is None or count > heads.task_position
+        names_task = heads.task_position is None or argument_count > heads.task_position
         return heads.place is None or names_task or bool(heads.existing_tasks)
 
     @property
     def graph(self) -> NodeGraph:
         if self._graph is None:
-            raise RuntimeError("The NodeGraph is built when the first task begins: its heads are not known before.")
+            raise RuntimeError("There is no NodeGraph yet: this model's heads are known once begin_task was called.")
         return self._graph
 
     def _build_graph(self) -> None:
@@ -120,15 +120,15 @@ class NodeMethod(Method):
         if self._graph is None and self.tasks:
             self._build_graph()
         if self._graph is not None:
-            self._check_size(state)
+            self._check_group_count(state)
             for learned in self.tasks:
                 self.graph.trace_head(learned, self.tasks)
         super()._load_knowledge(state, task)
 
-    def _check_size(self, state: Mapping[str, Any]) -> None:
-        """Raise where a state is of a network with another number of groups."""
+    def _check_group_count(self, state: Mapping[str, Any]) -> None:
+        """Raise if a state is of a network with another number of groups."""
 
-    def _refuse_size(self, count: int) -> None:
+    def _require_group_count(self, count: int) -> None:
         if count not in (0, self.graph.size):
             raise ValueError(f"The state is of a network with {count} groups of nodes; this one has {self.graph.size}.")
 

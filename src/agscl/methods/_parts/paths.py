@@ -14,8 +14,8 @@ from agscl.methods._parts.penalties import Tensors, WeightMethod, WeightPlan
 __all__ = ["PathMethod", "PathPlan"]
 
 
-class Step(NamedTuple):
-    """What was observed before a step, of each weight with a gradient."""
+class ObservedStep(NamedTuple):
+    """What was observed before a step, for each weight with a gradient."""
 
     parameters: list[Tensor]
     before: list[Tensor]
@@ -30,10 +30,10 @@ class PathPlan(WeightPlan):
     acts_in_first_task = True
     saved: ClassVar[tuple[str, ...]] = ("path",)
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.path: Tensors = {}  # what is summed up along the path of this task
-        self._steps: dict[int, Step] = {}  # per optimizer, observed and not taken yet
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.path: Tensors = {}  # the sum along the path of this task
+        self._steps: dict[int, ObservedStep] = {}  # per optimizer, observed and not yet taken
         self._buffers: tuple[Tensors, Tensors] = ({}, {})  # weights before a step, and gradients
 
     def build(self) -> None:
@@ -54,7 +54,7 @@ class PathPlan(WeightPlan):
         return [*super().tables(), *self._buffers, *self.path_tables()]
 
     def path_tables(self) -> list[Mapping[str, Tensor]]:
-        """What is integrated along the path."""
+        """The tables that `integrate` updates."""
         return [self.path]
 
     def start_step(self, optimizer: Optimizer) -> None:
@@ -71,35 +71,39 @@ class PathPlan(WeightPlan):
 
     def _observe(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Remember where the weights are, and the gradient there."""
-        number = self.optimizers.index(optimizer)
-        if number in self._steps:  # a closure that is called several times: the step starts at the first
+        optimizer_number = self.optimizers.index(optimizer)
+        if optimizer_number in self._steps:  # a closure that is called several times: the step starts at the first
             return
         selected = self.protected_by(optimizer).select_with_gradient()
-        gradients, parameters, (_, _, before, kept, *tables) = selected
+        gradients, parameters, (_, _, before, gradient_copies, *tables) = selected
         if not gradients:
             return
         assert before is not None
-        assert kept is not None
+        assert gradient_copies is not None
         torch._foreach_copy_(before, parameters)
-        torch._foreach_copy_(kept, gradients)
+        torch._foreach_copy_(gradient_copies, gradients)
         if scale is not None:
-            torch._foreach_div_(kept, scale)
-        self._steps[number] = Step(parameters, before, kept, [table for table in tables if table is not None])
+            torch._foreach_div_(gradient_copies, scale)
+        self._steps[optimizer_number] = ObservedStep(
+            parameters, before, gradient_copies, [table for table in tables if table is not None]
+        )
 
     def observe_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         step = self._steps.pop(self.optimizers.index(optimizer), None)
         if step is None:
             return
-        parameters, back, gradients, tables = step
+        parameters, negative_step, gradients, tables = step
         if skipped is not None:  # on overflow nothing moved, and the gradients are not finite
             skipped = skipped.reshape(()) > 0
             for gradient in gradients:
                 gradient.masked_fill_(skipped, 0.0)
-        torch._foreach_sub_(back, parameters)
-        self.integrate(gradients, back, skipped, *tables)
+        torch._foreach_sub_(negative_step, parameters)
+        self.integrate(gradients, negative_step, skipped, *tables)
 
-    def integrate(self, gradients: list[Tensor], back: list[Tensor], skipped: Tensor | None, *tables: Any) -> None:
-        """Add one step to the path: `back` is −Δθ, `skipped` whether the optimizer left it out."""
+    def integrate(
+        self, gradients: list[Tensor], negative_step: list[Tensor], skipped: Tensor | None, *tables: Any
+    ) -> None:
+        """Add one step to the path: `negative_step` is −Δθ, `skipped` whether the optimizer left it out."""
         raise NotImplementedError
 
     def held_tensors(self) -> dict[str, list[Tensor]]:

@@ -2,7 +2,7 @@
 
 The penalty is `strength · Σ importance·(θ − anchor)²`; from the second task on, its gradient is added in closed form
 before each step. Protected are all trained weights outside the heads, and a head that all tasks share. A task's own
-head needs no protection: no earlier task gave it importance, and later ones do not move it.
+head needs no penalty: earlier tasks do not use it, and later ones do not train it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.heads import HeadPlace
-from agscl.methods._parts.batchnorm import FreezeStatistics, TaskStatistics, find_batchnorms
+from agscl.methods._parts.batchnorm import StatisticsFreezer, TaskStatisticsSwitcher, find_batchnorms
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.memory import ZERO, Memory, Outline
 from agscl.methods._parts.plan import Plan
@@ -34,11 +34,11 @@ class WeightConfig(Settings):
     """Settings of every weight-wise method."""
 
     batchnorm: Literal["freeze", "per_task", "shared"] = "freeze"
-    """BatchNorm statistics: those of task 1 for good, in training too; each task its own; or updated by every task."""
+    """BatchNorm statistics: frozen after task 1, in training too; one set per task; or updated by every task."""
     clip_penalty_step: bool = False
-    """Whether the penalty's own step ends at the anchor at the latest: for plain SGD, where a strong penalty overshoots
-    more and more otherwise and training diverges. Importances then count up to the value at which a step, and what
-    momentum makes of it, ends at the anchor: (1 − momentum) / (2 · strength · rate)."""
+    """Whether a step of the penalty never goes past the anchor: for plain SGD, where a strong penalty overshoots and
+    training diverges. Importances are clipped at the value at which a step, with its momentum, ends at the anchor:
+    (1 − momentum) / (2 · strength · rate)."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class WeightKnowledge(Knowledge):
 
 
 class ProtectedWeights:
-    """The protected weights that one optimizer trains, side by side with the tables of tensors that belong to them."""
+    """The protected weights that one optimizer trains, and their tensors from each table, in the same order."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *tables: Mapping[str, Tensor] | None) -> None:
         self.parameters: list[Tensor] = list(parameters.values())
@@ -67,37 +67,37 @@ class ProtectedWeights:
     def select_with_gradient(self) -> tuple[list[Tensor], list[Tensor], list[list[Tensor] | None]]:
         """Gradients, weights and columns of the tables, without the weights that have no gradient in this step."""
         gradients = [p.grad for p in self.parameters]
-        without = [place for place, gradient in enumerate(gradients) if gradient is None]
-        if without != self._without_gradient:
-            left_out = set(without)
+        missing = [position for position, gradient in enumerate(gradients) if gradient is None]
+        if missing != self._without_gradient:
+            missing_positions = set(missing)
 
             def select(column: list[Any]) -> list[Any]:
-                return [one for place, one in enumerate(column) if place not in left_out]
+                return [entry for position, entry in enumerate(column) if position not in missing_positions]
 
             columns = [None if column is None else select(column) for column in self.columns]
-            self._selected, self._without_gradient = (select(self.parameters), columns), without
+            self._selected, self._without_gradient = (select(self.parameters), columns), missing
         return [gradient for gradient in gradients if gradient is not None], *self._selected
 
 
 class WeightPlan(Plan):
-    """One task of a weight-wise method: per optimizer, the weights it trains and what holds them."""
+    """One task of a weight-wise method: per optimizer, the weights it trains with their anchors and importances."""
 
     method: WeightMethod
     acts_in_first_task: ClassVar[bool] = False  # whether the hooks have something to do in the first task too
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.weights: list[ProtectedWeights] = []  # per optimizer
         self._trained_counts: list[int] = []
-        self._frozen_norms: FreezeStatistics | None = None
+        self._frozen_norms: StatisticsFreezer | None = None
 
     def build(self) -> None:
         method = self.method
         self._trained_counts = self._count_trained()
         norms = method.find_trunk_norms()
         if norms and method.config.batchnorm == "freeze" and len(method.tasks) > 1 and self._frozen_norms is None:
-            self._frozen_norms = FreezeStatistics(norms)
-        method.keep_task_statistics()
+            self._frozen_norms = StatisticsFreezer(norms)
+        method.switch_statistics_by_task()
         if len(method.tasks) == 1 and not self.acts_in_first_task:
             return
         protected = method.find_protected()
@@ -106,14 +106,14 @@ class WeightPlan(Plan):
         for optimizer in self.optimizers:
             if len(method.tasks) > 1 and any(group.get("maximize") for group in optimizer.param_groups):
                 raise ValueError(
-                    "An optimizer with maximize=True would climb the penalty: minimise the negative instead."
+                    "An optimizer with maximize=True would maximise the penalty: minimise the negative loss instead."
                 )
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            own = {name: p for name, p in protected.items() if id(p) in trained}
-            self.weights.append(ProtectedWeights(own, *self.tables()))
+            trained_weights = {name: p for name, p in protected.items() if id(p) in trained}
+            self.weights.append(ProtectedWeights(trained_weights, *self.tables()))
 
     def add_weights(self, protected: Mapping[str, nn.Parameter]) -> None:
-        """Give weights that no earlier task trained an anchor, and importance 0."""
+        """Give weights that no earlier task trained an anchor (their value now) and importance 0."""
         knowledge = self.method.knowledge
         for name, parameter in protected.items():
             if name not in knowledge.anchors:
@@ -135,15 +135,15 @@ class WeightPlan(Plan):
         return self.method.knowledge.importances
 
     def tables(self) -> list[Mapping[str, Tensor] | None]:
-        """What the hooks use of each weight: anchor, importance, and more where a method needs it."""
+        """Per weight, the tensors that the hooks need: anchor, importance, and more where a method adds some."""
         return [self.method.knowledge.anchors, self.importances]
 
     def _count_trained(self) -> list[int]:
-        """Per group of the optimizers, how many weights it trains: a loop may add or unfreeze some within a task."""
+        """How many weights each param group trains: a loop may add or unfreeze some within a task."""
         return [sum(p.requires_grad for p in group["params"]) for o in self.optimizers for group in o.param_groups]
 
     def rebuild_if_changed(self) -> None:
-        """Build again where the loop has changed what the optimizers train."""
+        """Build again if the loop has changed which weights the optimizers train."""
         if self._count_trained() != self._trained_counts:
             self.build()
 
@@ -163,16 +163,16 @@ class WeightPlan(Plan):
             return
         assert anchors is not None
         curvature = 2 * self.method.strength
-        away = torch._foreach_sub(parameters, anchors)
+        differences = torch._foreach_sub(parameters, anchors)
         if scale is not None:
-            torch._foreach_mul_(away, scale)
+            torch._foreach_mul_(differences, scale)
         if self.method.config.clip_penalty_step:
-            torch._foreach_mul_(away, _clip_curvatures(curvature, optimizer, parameters, importances))
-            torch._foreach_add_(gradients, away)
+            torch._foreach_mul_(differences, _clip_curvatures(curvature, optimizer, parameters, importances))
+            torch._foreach_add_(gradients, differences)
         elif importances is None:
-            torch._foreach_add_(gradients, away, alpha=curvature)
+            torch._foreach_add_(gradients, differences, alpha=curvature)
         else:
-            torch._foreach_addcmul_(gradients, away, importances, value=curvature)
+            torch._foreach_addcmul_(gradients, differences, importances, value=curvature)
 
 
 def _clip_curvatures(
@@ -187,7 +187,7 @@ def _clip_curvatures(
     if importances is None:
         return [limit.clamp(max=curvature) for limit in limits]
     curvatures = torch._foreach_mul(importances, curvature)
-    return [torch.minimum(one, limit) for one, limit in zip(curvatures, limits, strict=True)]
+    return [torch.minimum(weight_curvature, limit) for weight_curvature, limit in zip(curvatures, limits, strict=True)]
 
 
 class WeightMethod(Method):
@@ -202,11 +202,11 @@ class WeightMethod(Method):
 
     importances_per_weight: ClassVar[int] = 1
     strength_setting: ClassVar[str] = "lam"  # the setting that says how strong the penalty is
-    no_importance_advice: ClassVar[str] = ""  # what is suspected when every importance is 0
+    no_importance_advice: ClassVar[str] = ""  # the likely cause when every importance is 0
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
         super().__init__(model, heads=heads, **settings)
-        self._task_statistics: TaskStatistics | None = None
+        self._statistics_switcher: TaskStatisticsSwitcher | None = None
 
     @property
     def strength(self) -> float:
@@ -224,20 +224,24 @@ class WeightMethod(Method):
         heads = set() if self.heads.is_shared else self.heads.modules(self.tasks)
         return {name: norm for name, norm in find_batchnorms(self.model).items() if id(norm) not in heads}
 
-    def keep_task_statistics(self) -> None:
-        """With batchnorm="per_task", let each task be seen with its own statistics from now on."""
-        if self.config.batchnorm == "per_task" and self._task_statistics is None and (norms := self.find_trunk_norms()):
-            self._task_statistics = TaskStatistics(self.model, norms, self.task_of_call)
-            self._task_statistics.kept = self.knowledge.norm_statistics
+    def switch_statistics_by_task(self) -> None:
+        """With batchnorm="per_task", run each task with its own statistics from now on."""
+        if (
+            self.config.batchnorm == "per_task"
+            and self._statistics_switcher is None
+            and (norms := self.find_trunk_norms())
+        ):
+            self._statistics_switcher = TaskStatisticsSwitcher(self.model, norms, self.task_of_call)
+            self._statistics_switcher.statistics = self.knowledge.norm_statistics
 
     @torch.no_grad()
     def penalty(self) -> Tensor:
         """`strength · Σ importance·(θ − anchor)²` for the weights as they are now."""
-        return self.strength * self._sum_distances()
+        return self.strength * self._sum_weighted_distances()
 
-    def _sum_distances(self) -> Tensor:
+    def _sum_weighted_distances(self) -> Tensor:
         """Σ importance·(θ − anchor)²"""
-        importances = self._importances_now()
+        importances = self._current_importances()
         parameters = dict(self.model.named_parameters())
         total = next(self.model.parameters()).new_zeros((), dtype=torch.float64)
         if importances is not None and not importances:
@@ -247,8 +251,8 @@ class WeightMethod(Method):
             total += (squares if importances is None else squares * importances[name]).sum()
         return total
 
-    def _importances_now(self) -> Tensors | None:
-        """The importances in force; None: all are 1; empty: there are none between tasks."""
+    def _current_importances(self) -> Tensors | None:
+        """The importances in force; None: all are 1; empty: none are set between tasks."""
         return self.knowledge.importances
 
     # A task ends -----------------------------------------------------------------------------------------------------
@@ -262,16 +266,16 @@ class WeightMethod(Method):
         self._check_finite(protected)
         new = self._measure_importances(protected, batches, forward)
         self._check_finite(new)
-        distance = self._sum_distances() if len(self.tasks) > 1 else None
+        distance = self._sum_weighted_distances() if len(self.tasks) > 1 else None
         if distance is not None and plan.steps and self.strength and self._has_importance() and not bool(distance):
             self.warn_once(
                 "distance",
-                "The penalty stayed 0 in this task, because no weight that earlier tasks need has moved. Is the "
-                "learning rate 0, or does another optimizer train them? Give that one to begin_task too.",
+                "The penalty stayed 0 in this task, because no weight that earlier tasks need has changed. Is the "
+                "learning rate 0, or does another optimizer train them? Give that optimizer to begin_task too.",
             )
         self._accumulate(protected, new)
-        if self._task_statistics is not None:
-            self._task_statistics.keep(plan.task)
+        if self._statistics_switcher is not None:
+            self._statistics_switcher.store(plan.task)
         self.knowledge.statistics = {
             "penalty": 0.0 if distance is None else float(self.strength * distance),
             **self._describe_importances(),
@@ -293,7 +297,7 @@ class WeightMethod(Method):
         return {}
 
     def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
-        """Merge a task's importances with those of earlier tasks, and take the anchors. Here: the sum."""
+        """Add a task's importances to those of earlier tasks, and set the anchors."""
         knowledge = self.knowledge
         for name, parameter in protected.items():
             before = knowledge.importances.get(name)
@@ -303,15 +307,15 @@ class WeightMethod(Method):
     def close(self) -> None:
         """As `Method.close`; the model keeps the BatchNorm statistics of its last task."""
         super().close()
-        if self._task_statistics is not None:
-            self._task_statistics.close()
-            self._task_statistics = None
+        if self._statistics_switcher is not None:
+            self._statistics_switcher.close()
+            self._statistics_switcher = None
 
     # What it reports -------------------------------------------------------------------------------------------------
 
     def _has_importance(self) -> bool:
-        importances = self._importances_now()
-        return importances is None or any(bool(one.any()) for one in importances.values())
+        importances = self._current_importances()
+        return importances is None or any(bool(importance.any()) for importance in importances.values())
 
     def check_penalty(self, plan: WeightPlan) -> None:
         """Warn where the penalty of a new task is 0."""
@@ -335,13 +339,14 @@ class WeightMethod(Method):
             )
 
     def _describe_importances(self) -> dict[str, Any]:
-        importances = self._importances_now()
+        importances = self._current_importances()
         if not importances:
             return {}
-        count = sum(one.numel() for one in importances.values())
+        count = sum(importance.numel() for importance in importances.values())
         return {
-            "importance_mean": sum(float(one.sum(dtype=torch.float64)) for one in importances.values()) / count,
-            "importance_max": max(float(one.max()) for one in importances.values()),
+            "importance_mean": sum(float(importance.sum(dtype=torch.float64)) for importance in importances.values())
+            / count,
+            "importance_max": max(float(importance.max()) for importance in importances.values()),
         }
 
     @classmethod
@@ -365,10 +370,10 @@ class WeightMethod(Method):
             for name, tensor in table.items():
                 if name not in parameters or parameters[name].shape != tensor.shape:
                     raise ValueError(
-                        f"The state is of another network: this one has no {name} of {list(tensor.shape)}."
+                        f"The state is of another network: this one has no parameter {name} of {list(tensor.shape)}."
                     )
         super()._load_knowledge(state, task)
         if self.tasks:
-            self.keep_task_statistics()
-        if self._task_statistics is not None:
-            self._task_statistics.kept = self.knowledge.norm_statistics
+            self.switch_statistics_by_task()
+        if self._statistics_switcher is not None:
+            self._statistics_switcher.statistics = self.knowledge.norm_statistics

@@ -20,11 +20,11 @@ __all__ = ["Plan", "remove_parameter"]
 
 
 class Plan:
-    """One task of a method: its optimizers, what they must not move, and what each step does.
+    """One task of a method: its optimizers, the parameters they must not change, and what each step does.
 
-    A method's own plan overrides the phases it needs; `saved` names the attributes that a checkpoint keeps, all else
-    is built again. `scale` is the factor that a GradScaler left in a fused optimizer's gradients; `skipped` (1,) is
-    above 0 where such an optimizer left the step out on overflow.
+    A method's own plan overrides the phases it needs; `saved` names the attributes that a checkpoint holds; all others
+    are built again. `scale` is the factor that a GradScaler left in a fused optimizer's gradients; `skipped` (1,) is
+    above 0 where such an optimizer skipped the step on overflow.
     """
 
     saved: ClassVar[tuple[str, ...]] = ("steps",)
@@ -41,9 +41,9 @@ class Plan:
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.steps = 0  # of the first optimizer, in this task
         self.version = 0  # counts up when what a step does has changed
-        self.frozen: list[nn.Parameter] = []  # no step may move them: heads of other tasks, what is excluded
-        self._trainable: list[tuple[nn.Parameter, bool]] = []  # what requires_grad was
-        self._added: list[tuple[dict[str, Any], nn.Parameter]] = []  # (group, parameter) given to an optimizer
+        self.frozen: list[nn.Parameter] = []  # no step may change them: heads of other tasks, excluded modules
+        self._requires_grad_before: list[tuple[nn.Parameter, bool]] = []  # of frozen parameters
+        self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
         self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
 
     # The life of a plan ----------------------------------------------------------------------------------------------
@@ -60,42 +60,42 @@ class Plan:
             StepHooks.attach(optimizer, self)
 
     def build(self) -> None:
-        """Make what the phases need, from the method's knowledge; for a new task and for a resumed one."""
+        """Make what the phases need from the method's knowledge; runs for a new task and for a resumed one."""
 
     def start(self) -> None:
-        """What happens once, when a new task begins: checks, first values."""
+        """Run checks and set first values, once, when a new task begins; not when one is resumed."""
 
     def detach(self) -> None:
-        """Remove the hooks and give back `requires_grad`."""
+        """Remove the hooks and restore `requires_grad`."""
         for optimizer in self.optimizers:
             StepHooks.detach(optimizer, self)
-        for parameter, required in reversed(self._trainable):
+        for parameter, required in reversed(self._requires_grad_before):
             parameter.requires_grad_(required)
-        self.frozen, self._trainable = [], []
+        self.frozen, self._requires_grad_before = [], []
 
     def cancel(self) -> None:
         """As `detach`, for a task that could not begin: the optimizers lose the new head too."""
         self.detach()
-        for group, parameter in self._added:
+        for group, parameter in self._added_parameters:
             remove_parameter(group, parameter)
 
     def _add_head_to_optimizer(self) -> None:
         """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
         heads, tasks = self.method.heads, self.method.tasks
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        known = {id(p) for group in groups for p in group["params"]}
+        trained = {id(p) for group in groups for p in group["params"]}
         head_ids = {id(p) for p in heads.parameters(tasks).values()}
-        home = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
+        target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
         names = {id(p): name for name, p in self.method.model.named_parameters()}
         for parameter in heads.get_head(self.task, tasks).parameters():
-            if id(parameter) not in known:
-                self._add_to_group(home, parameter, names[id(parameter)])
+            if id(parameter) not in trained:
+                self._add_to_group(target, parameter, names[id(parameter)])
 
     def _add_to_group(self, group: dict[str, Any], parameter: nn.Parameter, name: str) -> None:
         group["params"].append(parameter)
         if "param_names" in group:  # of an optimizer made of named_parameters()
             group["param_names"].append(name)
-        self._added.append((group, parameter))
+        self._added_parameters.append((group, parameter))
 
     def _average_head(self) -> None:
         """Where ranks train together, let them start with one head, and average its gradients if DDP will not."""
@@ -114,16 +114,16 @@ class Plan:
         return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let no step of this task move the parameters."""
+        """Freeze parameters until the end of this task."""
         plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
-        earlier = {id(p): required for plan in plans for p, required in plan._trainable}
+        earlier = {id(p): required for plan in plans for p, required in plan._requires_grad_before}
         for parameter in parameters:  # what another method froze already was trainable before
-            self._trainable.append((parameter, earlier.get(id(parameter), parameter.requires_grad)))
+            self._requires_grad_before.append((parameter, earlier.get(id(parameter), parameter.requires_grad)))
             parameter.requires_grad_(False)
             parameter.grad = None
             self.frozen.append(parameter)
 
-    # The phases of a step; each is nothing here ----------------------------------------------------------------------
+    # The phases of a step; empty unless overridden -------------------------------------------------------------------
 
     def start_step(self, optimizer: Optimizer) -> None: ...
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None: ...
@@ -152,9 +152,9 @@ class Plan:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        every = dict.fromkeys(name for kind in type(self).__mro__ for name in vars(kind).get("saved", ()))
-        plain = {"task": self.task, "epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch}
-        return {**plain, **save_attributes(self, every)}
+        names = dict.fromkeys(name for plan_class in type(self).__mro__ for name in vars(plan_class).get("saved", ()))
+        arguments = {"task": self.task, "epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch}
+        return {**arguments, **save_attributes(self, names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         names = [name for name in state if name not in ("task", "epochs")]

@@ -8,7 +8,7 @@ Both act on whole groups of weights: a group's norm is taken over all its rows, 
 
 `rows` are tensors whose first dimension runs over nodes. Without `members`, group g is row g of every
 tensor, e.g. `[weight (n, in), bias (n,)]`. With `members` (groups, m), it is the rows listed there, counted
-through all tensors laid end to end; short lists are padded with the total number of rows.
+through all tensors, concatenated; short lists are padded with the total number of rows.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ __all__ = ["group_norms", "norm_gradients", "pull", "shrink"]
 @torch.no_grad()
 def shrink(rows: Sequence[Tensor], thresholds: Tensor, members: Tensor | None = None) -> list[Tensor]:
     """`(1 − threshold/‖θ‖)₊ · θ` per group: +0.0 where ‖θ‖ ≤ threshold, the row's own bits where threshold is 0."""
-    wide = [_upcast_half(row) for row in rows]
-    factors = _shrink_factors(group_norms(wide, members), thresholds, wide, members)
-    shrunk = torch._foreach_mul(wide, factors)
+    upcast = [_upcast_half(row) for row in rows]
+    factors = _shrink_factors(group_norms(upcast, members), thresholds, upcast, members)
+    shrunk = torch._foreach_mul(upcast, factors)
     return [
         new.masked_fill_(factor == 0, 0.0).to(row.dtype) for row, factor, new in zip(rows, factors, shrunk, strict=True)
     ]
@@ -38,10 +38,10 @@ def pull(
 
     Where ‖θ − anchor‖ ≤ threshold the result is the anchor's own bits; where threshold is 0, the row's.
     """
-    wide, targets = [_upcast_half(row) for row in rows], [_upcast_half(anchor) for anchor in anchors]
-    away = torch._foreach_sub(wide, targets)
-    factors = _shrink_factors(group_norms(away, members), thresholds, wide, members)
-    moved = torch._foreach_add(targets, torch._foreach_mul(away, factors))
+    upcast, targets = [_upcast_half(row) for row in rows], [_upcast_half(anchor) for anchor in anchors]
+    differences = torch._foreach_sub(upcast, targets)
+    factors = _shrink_factors(group_norms(differences, members), thresholds, upcast, members)
+    moved = torch._foreach_add(targets, torch._foreach_mul(differences, factors))
     return [
         torch.where(factor == 0, anchor, torch.where(factor == 1, row, new.to(row.dtype)))
         for row, anchor, factor, new in zip(rows, anchors, factors, moved, strict=True)
@@ -57,41 +57,44 @@ def group_norms(rows: Sequence[Tensor], members: Tensor | None = None) -> Tensor
     torch._foreach_mul_(squares, squares)
     if members is None:
         return torch.stack(squares).sum(0).sqrt()
-    every = torch.cat([*squares, squares[0].new_zeros(1)])
-    return every[members].sum(1).sqrt()
+    padded = torch.cat([*squares, squares[0].new_zeros(1)])
+    return padded[members].sum(1).sqrt()
 
 
 @torch.no_grad()
-def norm_gradients(away: Sequence[Tensor], strengths: Tensor, members: Tensor | None = None) -> list[Tensor]:
-    """Gradient of `strength · ‖away‖` per group, 0 at the origin: what the operators replace."""
-    norms = group_norms(away, members)
-    factors = _expand_to_rows(torch.where(norms > 0, strengths / norms, 0.0), away, members)
-    return list(torch._foreach_mul(list(away), factors))
+def norm_gradients(differences: Sequence[Tensor], strengths: Tensor, members: Tensor | None = None) -> list[Tensor]:
+    """Gradient of `strength · ‖difference‖` per group, 0 at the origin: the plain alternative to the operators."""
+    norms = group_norms(differences, members)
+    factors = _expand_to_rows(torch.where(norms > 0, strengths / norms, 0.0), differences, members)
+    return list(torch._foreach_mul(list(differences), factors))
 
 
 def _shrink_factors(norms: Tensor, thresholds: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
     """γ of every row."""
     thresholds = thresholds.to(norms)
-    kept = torch.where((norms <= thresholds) | thresholds.isinf(), 0.0, 1 - thresholds / norms)  # inf: also from NaN
-    return _expand_to_rows(torch.where(thresholds == 0, 1.0, kept), rows, members)
+    factors = torch.where((norms <= thresholds) | thresholds.isinf(), 0.0, 1 - thresholds / norms)  # inf: also from NaN
+    return _expand_to_rows(torch.where(thresholds == 0, 1.0, factors), rows, members)
 
 
 def _expand_to_rows(values: Tensor, rows: Sequence[Tensor], members: Tensor | None) -> list[Tensor]:
     """(groups,) values to the groups' rows: one tensor (n, 1, …) per tensor of `rows`, in its dtype."""
-    kinds = {row.dtype for row in rows}
-    values = values.to(kinds.pop()) if len(kinds) == 1 else values  # once for all
+    dtypes = {row.dtype for row in rows}
+    values = values.to(dtypes.pop()) if len(dtypes) == 1 else values  # one cast for all
     if members is None:
-        parts: Sequence[Tensor] = [values] * len(rows)
+        row_values: Sequence[Tensor] = [values] * len(rows)
     else:
         counts = [len(row) for row in rows]
-        every = values.new_ones(sum(counts) + 1)
-        every[members] = values[:, None].expand_as(members)
-        parts = every[:-1].split(counts)
-    return [part.to(row.dtype).view(-1, *[1] * (row.dim() - 1)) for part, row in zip(parts, rows, strict=True)]
+        padded = values.new_ones(sum(counts) + 1)
+        padded[members] = values[:, None].expand_as(members)
+        row_values = padded[:-1].split(counts)
+    return [
+        row_value.to(row.dtype).view(-1, *[1] * (row.dim() - 1))
+        for row_value, row in zip(row_values, rows, strict=True)
+    ]
 
 
 def _upcast_half(tensor: Tensor) -> Tensor:
-    """Half-precision rows are worked on in float32."""
+    """Half-precision rows as float32, in which they are computed."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 

@@ -17,12 +17,12 @@ Share = float | Tensor
 
 
 class ProximalSchedule:
-    """Counts steps: a proximal step comes once an epoch, every step, or every so many.
+    """Decides when a proximal step runs: once an epoch, after every step, or after every n steps.
 
     Steps of the main optimizer are counted, without those that a fused optimizer skipped on overflow. With `every`
     other than "epoch", a proximal step has the share (steps since the last one) / (steps per epoch) of the thresholds,
-    so that μ and λ keep their meaning; without `steps_per_epoch` the first epoch is counted, and has one whole
-    proximal step at its end.
+    so that μ and λ mean the same; without `steps_per_epoch` the steps of the first epoch are counted, which then has
+    one full proximal step at its end.
     """
 
     saved: ClassVar[tuple[str, ...]] = (
@@ -34,7 +34,7 @@ class ProximalSchedule:
         self.rates, self.every, self.steps_per_epoch = rates, every, steps_per_epoch
         self.steps_since = 0  # steps since the last proximal one,
         self.counted_since: Share = 0.0  # and of these the ones not skipped
-        self.others_stepped = False  # whether another optimizer than the main one has stepped since
+        self.others_stepped = False  # whether an optimizer other than the main one has stepped since
         self.epoch_steps = self.proximal_steps = 0
         self.rate_sum: Share = 0.0  # Σα over the proximal steps
         self.captured = False  # whether a CUDA graph holds a step
@@ -65,7 +65,7 @@ class ProximalSchedule:
         return self.counted_since / self.steps_per_epoch
 
     def end_epoch(self) -> Share | None:
-        """Whether a whole proximal step is due now that an epoch has ended."""
+        """The share of the proximal step that is due at the end of an epoch, if one is."""
         due = self.once_an_epoch and bool(self.steps_since or self.captured)
         if self.once_an_epoch:
             self.steps_per_epoch = self.steps_per_epoch or self.epoch_steps or None
@@ -73,13 +73,13 @@ class ProximalSchedule:
         return 1.0 if due else None
 
     def end_task(self) -> Share | None:
-        """The share that is due for the steps since the last proximal step."""
+        """The share of the proximal step that is due at the end of the task, if one is."""
         if not (self.steps_since or self.others_stepped):
             return None
         return 1.0 if self.once_an_epoch else self.counted_since / (self.steps_per_epoch or 1)
 
     def start_step(self, share: Share) -> Share:
-        """Note that a proximal step runs; returns its rate α, one for all layers or (groups,)."""
+        """Record that a proximal step runs; returns its rate α, one for all layers or (groups,)."""
         alpha = self.rates.per_group()
         self.rates.restart()
         self.steps_since, self.counted_since = 0, 0.0

@@ -14,7 +14,7 @@ __all__ = ["LayerRates"]
 
 
 class LayerRates:
-    """Per optimizer and group, the mean rate of the steps since the last `restart`; the last one until a step comes."""
+    """Per optimizer and param group, the mean rate of the steps since `restart` (until one comes, the mean before)."""
 
     saved: ClassVar[tuple[str, ...]] = ("means", "counts")
 
@@ -22,17 +22,17 @@ class LayerRates:
         self.graph, self.optimizers = graph, optimizers
         self.means: list[list[float | Tensor]] = [[] for _ in optimizers]
         self.counts = [0] * len(optimizers)  # steps in each mean
-        place = {
+        position_of = {
             id(p): (number, group_number)
             for number, optimizer in enumerate(optimizers)
             for group_number, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
-        self._places = {name: place.get(id(layer.weight)) for name, layer in graph.layers.items()}
-        first = next((found[0] for found in self._places.values() if found), 0)
-        self.main = optimizers[first]
+        self._group_positions = {name: position_of.get(id(layer.weight)) for name, layer in graph.layers.items()}
+        main_number = next((position[0] for position in self._group_positions.values() if position), 0)
+        self.main = optimizers[main_number]
         """The optimizer that trains the first layer: its steps are counted."""
-        self.untrained = [name for name, found in self._places.items() if found is None]
+        self.untrained = [name for name, position in self._group_positions.items() if position is None]
         """Layers whose weights no optimizer holds."""
 
     @property
@@ -40,7 +40,7 @@ class LayerRates:
         return next(iter(self.graph.layers.values())).weight.is_cuda
 
     def record(self, optimizer: Optimizer) -> None:
-        """Note the rates of a step. In a captured step, which counts nothing, the last rate is kept."""
+        """Add the rates of a step to the means. A captured step, which counts nothing, replaces them."""
         number = self.optimizers.index(optimizer)
         rates = [_copy_rate(group["lr"]) for group in optimizer.param_groups]
         capturing = isinstance(rates[0], Tensor) and rates[0].is_cuda and torch.cuda.is_current_stream_capturing()
@@ -55,14 +55,14 @@ class LayerRates:
         self.counts[:] = [0] * len(self.counts)
 
     def per_group(self) -> float | Tensor:
-        """One rate for all where the layers agree, else (groups,)."""
+        """The mean rates: one for all where the layers agree, else (groups,)."""
         by_layer: dict[str, float | Tensor] = {}
-        for name, place in self._places.items():
-            means = self.means[place[0]] if place else []
-            by_layer[name] = means[place[1]] if means and place else 0.0
-        first, *rest = by_layer.values()
-        if all(rate is first or (isinstance(rate, float) and rate == first) for rate in rest):
-            return first
+        for name, position in self._group_positions.items():
+            means = self.means[position[0]] if position else []
+            by_layer[name] = means[position[1]] if means and position else 0.0
+        first_rate, *rest = by_layer.values()
+        if all(rate is first_rate or (isinstance(rate, float) and rate == first_rate) for rate in rest):
+            return first_rate
         weight = next(iter(self.graph.layers.values())).weight
         alpha = torch.zeros(self.graph.size, device=weight.device)
         for name, rate in by_layer.items():  # coupled layers with different rates: the largest

@@ -19,13 +19,13 @@ __all__ = ["choose_groups", "reinitialise_"]
 def choose_groups(
     graph: NodeGraph, free: Tensor, share: float, generator: torch.Generator, needed: Tensor | None = None
 ) -> Tensor:
-    """A random share of each layer's free groups, n − ⌊n(1−share)⌋ of n, but no more than are `needed` there."""
+    """(groups,) mask of n − ⌊n(1−share)⌋ random ones of each layer's n free groups, at most as many as `needed`."""
     chosen = torch.zeros_like(free)
-    for here in graph.groups_by_layer():
-        candidates = (here & free).nonzero().flatten()
+    for in_layer in graph.groups_by_layer():
+        candidates = (in_layer & free).nonzero().flatten()
         count = len(candidates) - math.floor(len(candidates) * (1 - share))
         if needed is not None:
-            count = min(count, int((here & needed).sum()))
+            count = min(count, int((in_layer & needed).sum()))
         chosen[candidates[torch.randperm(len(candidates), generator=generator)[:count]]] = True
     return chosen
 
@@ -36,26 +36,27 @@ def reinitialise_(
     chosen: Tensor,
     generator: torch.Generator,
     optimizers: Iterable[Optimizer],
-    start: Sequence[Tensor] = (),
+    initial_weights: Sequence[Tensor] = (),
 ) -> None:
     """Give the chosen groups fresh weights, BatchNorm statistics and optimizer moments.
 
-    Weights come from each layer's own initialiser, or from `start`: a tensor for each of `graph.incoming_parameters()`.
+    Weights come from each layer's own initialiser, or from `initial_weights`: one tensor for each of
+    `graph.incoming_parameters()`.
     """
-    given = iter(start)
+    remaining = iter(initial_weights)
     for holder in graph.incoming_modules:
         rows = chosen[holder.groups].nonzero().flatten()
         fresh_layer = _make_fresh_layer(holder.module, int(torch.randint(2**62, (1,), generator=generator)))
         for key, parameter in holder.module.named_parameters(recurse=False):
-            where = rows.to(parameter.device)
-            fresh = next(given) if start else fresh_layer.get_parameter(key).to(parameter.device)
+            index = rows.to(parameter.device)
+            fresh = next(remaining) if initial_weights else fresh_layer.get_parameter(key).to(parameter.device)
             if not parameter.requires_grad:
                 continue
-            parameter.index_copy_(0, where, fresh.detach().index_select(0, where))
+            parameter.index_copy_(0, index, fresh.detach().index_select(0, index))
             for optimizer in optimizers:
                 for moment in optimizer.state.get(parameter, {}).values():
                     if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                        moment.index_fill_(0, where, 0.0)  # stale momentum would move fresh weights
+                        moment.index_fill_(0, index, 0.0)  # stale momentum would move fresh weights
         if isinstance(holder.module, _BatchNorm):
             for key in ("running_mean", "running_var"):
                 buffer = holder.module.get_buffer(key)

@@ -25,8 +25,8 @@ class Knowledge:
     purposes: ClassVar[Mapping[str, str]] = {}
 
     tasks: list[str] = field(default_factory=list)  # in the order in which they began
-    head_digests: dict[str, str] = field(default_factory=dict)  # of each learned task's head, when it was learned
-    warned: list[str] = field(default_factory=list)  # warnings that were given
+    head_digests: dict[str, str] = field(default_factory=dict)  # of each task's head, when the task ended
+    warned: list[str] = field(default_factory=list)  # keys of the warnings that were given
     statistics: dict[str, Any] = field(default_factory=dict)  # of the last task
     parameter_order: list[list[list[str]]] = field(default_factory=list)  # per optimizer and group, when a task began
 
@@ -38,7 +38,7 @@ class Knowledge:
         return by_purpose
 
     def state_dict(self) -> dict[str, Any]:
-        return save_attributes(self, [one.name for one in fields(self)])
+        return save_attributes(self, [entry.name for entry in fields(self)])
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         load_attributes(self, state, device)

@@ -26,7 +26,7 @@ class ZeroMasks:
 
     def __init__(self, graph: NodeGraph, first_task: Tensor, rule: ZeroRule) -> None:
         self._masks: list[tuple[nn.Parameter, Tensor]] = []
-        self._kept_bits: list[Tensor] = []  # on a GPU: 1 where a weight is kept, as whole numbers
+        self._kept_bits: list[Tensor] = []  # on a GPU: 1 where a weight is kept, in an integer dtype of its size
         if rule == "off":
             return
         first = torch.cat([first_task, first_task.new_tensor([-1])])  # -1: the column reads no node
@@ -57,7 +57,7 @@ def uses_bits(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def zero_outgoing_(graph: NodeGraph, free: Tensor, head: nn.Module) -> None:
-    """Set to 0 all that later layers, and this task's head, read of the `free` (groups,) groups."""
+    """Set to 0 the weights with which later layers, and this task's head, read the `free` (groups,) groups."""
     in_head = {id(module) for module in head.modules()}
     free = torch.cat([free, torch.zeros_like(free[:1])])  # the last: columns that read no node
     for name, reader in graph.readers.items():
