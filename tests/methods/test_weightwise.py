@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import EWC, L2, MAS, SI, FineTune, MultiHead, RWalk, Together, tasks
-from agscl.methods._parts import importance
+from agscl.methods._parts import sample_gradients as importance
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods.ewc import pick_classes

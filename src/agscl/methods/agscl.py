@@ -21,21 +21,21 @@ from torch.optim import Optimizer
 
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
+from agscl.methods._parts.activations import measure_activations
 from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes
-from agscl.methods._parts.importance import measure_activations
+from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_penalties
+from agscl.methods._parts.learning_rates import LayerRates
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.proximal import group_norms, norm_gradients, pull, shrink
 from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
-from agscl.methods._parts.rates import LayerRates
 from agscl.methods._parts.reinit import choose_groups, reinitialise_
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.state import Knowledge
 from agscl.methods._parts.zero_masks import ZeroMasks, ZeroRule, zero_outgoing_
 
 __all__ = ["AGSCL", "AGSCLConfig"]

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from agscl.methods._parts.importance import count_samples, measure_gradients
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
+from agscl.methods._parts.sample_gradients import count_samples, measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["EWC", "EWCConfig"]

@@ -20,13 +20,13 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
+from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.plan import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.state import Knowledge
 
 __all__ = ["HAT", "HATConfig"]
 

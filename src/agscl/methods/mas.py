@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.methods._parts.importance import measure_gradients
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod
+from agscl.methods._parts.sample_gradients import measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["MAS", "MASConfig"]

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.state import Knowledge
 
 __all__ = ["PackNet", "PackNetConfig"]
 

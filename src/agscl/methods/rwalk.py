@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.paths import PathMethod, PathPlan
+from agscl.methods._parts.path_integral import PathMethod, PathPlan
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
 from agscl.graph.forward import preserve_model_state
 from agscl.heads import HeadPlace, Heads
+from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
-from agscl.methods._parts import state as states
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
@@ -51,7 +51,7 @@ class Method:
     title: ClassVar[str] = ""
     """Its name in tables; the first line of the class's docstring says what it does."""
     Config: ClassVar[type[Any]] = NoSettings
-    Knowledge: ClassVar[type[states.Knowledge]] = states.Knowledge
+    Knowledge: ClassVar[type[kept.Knowledge]] = kept.Knowledge
     Plan: ClassVar[type[plans.Plan]] = plans.Plan
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What a loop must do beside begin_task, steps and end_task. A missing count is an error in begin_task."""

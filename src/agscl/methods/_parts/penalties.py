@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from agscl.heads import HeadPlace
 from agscl.methods._parts.batchnorm import StatisticsFreezer, TaskStatisticsSwitcher, find_batchnorms
+from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.memory import ZERO, Memory, Outline
 from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.state import Knowledge
 
 __all__ = ["Tensors", "WeightConfig", "WeightKnowledge", "WeightMethod", "WeightPlan"]
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.state import load_attributes, save_attributes
+from agscl.methods._parts.knowledge import load_attributes, save_attributes
 
 if TYPE_CHECKING:
     from agscl.methods._parts.lifecycle import Method

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from agscl.methods._parts.rates import LayerRates
+from agscl.methods._parts.learning_rates import LayerRates
 
 __all__ = ["Every", "ProximalSchedule"]
 

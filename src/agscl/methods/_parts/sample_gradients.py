@@ -1,4 +1,4 @@
-"""Measuring how much a node matters (its mean activation), or a weight (Fisher information, output sensitivity)."""
+"""Measuring how the loss or the output depends on each weight: gradients per sample or per mini-batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state
-from agscl.graph.nodes import NodeGraph
+from agscl.graph.forward import preserve_model_state
 
-__all__ = ["Score", "count_samples", "measure_activations", "measure_gradients"]
+__all__ = ["Score", "count_samples", "measure_gradients"]
 
 Score = Callable[[Any], tuple[Tensor, Tensor]]
 """Runs the model on a batch; returns the values to differentiate, (k,), and their weights, (k,)."""
@@ -23,73 +22,6 @@ MAX_SAMPLES = 256  # most samples differentiated at once
 MAX_FLOATS = {"cpu": 2**25}  # most numbers in their gradients: 128 MiB in float32,
 MAX_FLOATS_ELSEWHERE = 2**28  # and 1 GiB on an accelerator
 STRIP_COLUMNS = 2**12  # columns summed at a time
-
-
-def measure_activations(
-    graph: NodeGraph,
-    batches: Iterable[Any],
-    forward: Callable[[Any], Any],
-    mode: Literal["eval", "train"] = "eval",
-) -> Tensor:
-    """Mean ReLU activation of every group over `batches`, (groups,) in float64 where the device has it.
-
-    Over samples and positions at each ReLU a group reaches, summed over these ReLUs; over all ranks where
-    torch.distributed runs. `forward(batch)` runs the model on one batch.
-    """
-    device = next(parameter.device for _, parameter, _ in graph.incoming_parameters())
-    sum_dtype = torch.float32 if device.type == "mps" else torch.float64
-    sums = [torch.zeros(len(site.groups), dtype=sum_dtype, device=device) for site in graph.relu_sites]
-    counts = [0.0] * len(sums)
-    site_numbers = {site.index: site_number for site_number, site in enumerate(graph.relu_sites)}
-    relu_calls = 0
-
-    def record_relu(before: Tensor, after: Tensor) -> None:
-        nonlocal relu_calls
-        site_number = site_numbers.get(relu_calls)
-        relu_calls += 1
-        if site_number is None:
-            return
-        site = graph.relu_sites[site_number]
-        values = (
-            after.detach() if site.rows_per_sample == 1 else after.detach().unflatten(0, (-1, site.rows_per_sample))
-        )
-        values = values.flatten(1).movedim(1, 0) if site.dim is None else values.movedim(site.dim, 0)
-        if len(values) != len(site.groups):
-            raise RuntimeError(
-                f"ReLU number {site.index + 1} of the forward pass has {len(values)} channels; it had "
-                f"{len(site.groups)} when the graph was built. Run the model as it ran then, or build a new method."
-            )
-        values = values.reshape(len(values), -1)
-        sums[site_number] += values.sum(1, dtype=sum_dtype)
-        counts[site_number] += values.shape[1]
-
-    def restart(*_: Any) -> None:
-        nonlocal relu_calls
-        relu_calls = 0
-
-    with preserve_model_state(graph.model, train=mode == "train"), graph.model.register_forward_pre_hook(restart):
-        for batch in batches:
-            with ReLUWatcher(record_relu):
-                forward(batch)
-    total = torch.cat([*sums, torch.tensor(counts, dtype=sum_dtype, device=device)])
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(total)
-    missing = [site.index + 1 for site, count in zip(graph.relu_sites, total[-len(sums) :], strict=True) if not count]
-    if missing:
-        raise RuntimeError(
-            f"No activation was measured at ReLU {', '.join(map(str, missing))} of the forward pass: `batches` was "
-            "empty, or `forward` did not run the model. Importance cannot be measured without the task's data."
-        )
-    importance = torch.zeros(graph.size, dtype=sum_dtype, device=device)
-    site_sums = total[: -len(sums)].split([len(site_sum) for site_sum in sums])
-    for site, site_sum, count in zip(graph.relu_sites, site_sums, total[-len(sums) :], strict=True):
-        groups = site.groups.to(device)
-        is_node = groups >= 0
-        elements_per_group = torch.bincount(groups[is_node], minlength=graph.size).clamp(min=1)
-        group_sums = torch.zeros_like(importance)
-        group_sums.index_put_((groups[is_node],), site_sum[is_node], accumulate=True)
-        importance += group_sums / count / elements_per_group
-    return importance
 
 
 def measure_gradients(
