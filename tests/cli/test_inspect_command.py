@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agscl.cli.inspect import write_exclude_as_option
 from agscl.cli.main import main
 from agscl.experiments.config import configure
 from agscl.experiments.methods import METHODS
@@ -102,3 +103,21 @@ def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_pat
     shown = capsys.readouterr().out
     assert "separate, a bound" in shown
     assert "this run" not in shown
+
+
+def test_inspect_names_the_option_exclude_and_not_its_python_form(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "refused.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.ReLU())\n"
+    )
+    assert main(["inspect", "refused:make"]) == 2
+    message = capsys.readouterr().err
+    assert "--exclude trunk.0" in message
+    assert "exclude=" not in message
+
+
+def test_messages_about_several_layers_become_one_option():
+    message = "Use a ReLU, or exclude=['a.0', \"b\"]. Check heads= and exclude=."
+    assert write_exclude_as_option(message) == "Use a ReLU, or --exclude a.0 b. Check --heads and --exclude."

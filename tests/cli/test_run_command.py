@@ -70,7 +70,7 @@ def test_killed_at_any_of_twenty_random_moments_it_ends_with_the_same_bits(tmp_p
     ends_like(tmp_path / str(attempt), expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stores_a_checkpoint_says_how_to_resume_and_exits_130(tmp_path, uninterrupted, number):
     process = start_training(tmp_path, *QUICK[:-1], "1000")
     process.send_signal(number)

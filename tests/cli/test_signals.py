@@ -14,3 +14,19 @@ def test_a_signal_interrupts_at_once_until_training_has_started():
         assert stopped()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_closed_terminal_asks_to_stop_but_not_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with catch_stop_signals() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGHUP)
+            assert stopped()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with catch_stop_signals() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGHUP)
+            assert not stopped()
+    finally:
+        signal.signal(signal.SIGHUP, before)

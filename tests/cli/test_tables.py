@@ -1,5 +1,12 @@
+import io
+
+from rich.console import Console
+
+from agscl.cli.data import _find_datasets
 from agscl.cli.main import main
+from agscl.cli.tables import _make_metrics_table
 from agscl.experiments.methods import METHODS
+from agscl.experiments.presets import PRESETS
 
 
 def test_methods_lists_every_method_with_its_description_and_what_it_stores(capsys):
@@ -30,3 +37,20 @@ def test_numbers_too_long_for_the_memory_table_are_shortened():
     assert "8,000.0 M" in captured.get()
     assert "48.0 GB" in captured.get()
     assert max(map(len, captured.get().splitlines())) <= 80
+
+
+def test_on_a_narrow_terminal_the_labels_wrap_and_no_figure_is_cut():
+    outcome = {"average_accuracy": 0.9, "plasticity": 0.912, "stability": 0.934, "forgetting": 0.056}
+    narrow = Console(width=50, file=io.StringIO())
+    narrow.print(_make_metrics_table({"finetune": outcome, "agscl": outcome}))
+    shown = narrow.file.getvalue()
+    for words in ("fine-tuning", "AGS-CL", "0.912", "0.934", "5.6 %"):
+        assert words in shown
+    assert "…" not in shown
+
+
+def test_data_list_shows_every_preset_and_data_get_knows_it(capsys):
+    assert main(["data", "list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert set(PRESETS) <= set(names)
+    assert _find_datasets(["omniglot5", "omniglot-plain"]) == ["omniglot"]

@@ -57,7 +57,14 @@ def _list_names() -> str:
     from agscl.data.catalogue import DATASETS
     from agscl.tasks import SEQUENCES
 
-    return ", ".join(dict.fromkeys([*SEQUENCES, *DATASETS]))
+    return ", ".join(dict.fromkeys([*SEQUENCES, *DATASETS, *_list_other_presets()]))
+
+
+def _list_other_presets() -> dict[str, str]:
+    """The task sequence of each preset that is called otherwise than its task sequence."""
+    from agscl.experiments.presets import PRESETS
+
+    return {name: preset.tasks for name, preset in PRESETS.items() if name != preset.tasks}
 
 
 def _find_datasets(names: Sequence[str]) -> list[str]:
@@ -66,7 +73,9 @@ def _find_datasets(names: Sequence[str]) -> list[str]:
     from agscl.tasks import SEQUENCES
 
     datasets: dict[str, None] = {}
+    other_presets = _list_other_presets()
     for name in names:
+        name = name if name in SEQUENCES else other_presets.get(name, name)
         if name in SEQUENCES:
             datasets.update(dict.fromkeys(SEQUENCES[name].datasets))
         elif name in DATASETS:
@@ -90,6 +99,9 @@ def _list_datasets() -> None:
         by_hand = [dataset for dataset in missing if isinstance(DATASETS[dataset].source, str)]
         how_to_get = f"needs {', '.join(by_hand)}: docs/data.md" if by_hand else f"agscl data get {name}"
         table.add_row(name, listed.about, how_to_get if missing else "ready")
+    for name, sequence in _list_other_presets().items():
+        if name not in SEQUENCES:
+            table.add_row(name, f"a preset that learns {sequence}", f"see {sequence}")
     console.print(table)
     console.print()
     table = make_plain_table("Datasets", columns=3)

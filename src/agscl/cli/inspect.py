@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,8 @@ def inspect(
 
     Your model is taken as a trunk and gets a head, unless --heads names its own.
 
+    Its module is imported and its function called: their code runs.
+
     Args:
         tasks: Count the memory after this many tasks.
         input_shape: Shape of the example input without the batch, e.g. 3 32 32, if the function returns none.
@@ -60,9 +63,11 @@ def inspect(
         outline = Outline.from_graph(graph, arguments if isinstance(arguments, tuple) else (arguments,))
     except NodeGraphError as error:
         advice = _advise_on_output_layer(what, input_shape, model, example, error.layer)
-        raise UsageError(advice or str(error)) from error
+        raise UsageError(advice or write_exclude_as_option(str(error))) from error
     except Exception as error:  # whatever the user's own model raises
-        raise UsageError(f"could not find the model's nodes: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"could not find the model's nodes: {type(error).__name__}: {write_exclude_as_option(str(error))}"
+        ) from error
     print_line(str(graph))
     if result is None:
         print_memory({name: forecast_memory(name, outline, tasks or 10) for name in find_methods()}, tasks or 10)
@@ -76,6 +81,16 @@ def inspect(
         print_memory(forecasts, learned)
         print_line(f"The run is of {method}, a bound: it keeps all data, or one network per task.")
     return DONE
+
+
+def write_exclude_as_option(message: str) -> str:
+    """A message written for Python, with `exclude=['a', 'b']` as the option `--exclude a b`."""
+
+    def write_option(match: re.Match[str]) -> str:
+        return " ".join(["--exclude", *re.findall(r"[^'\", ]+", match[1])])
+
+    message = re.sub(r"\bexclude=[\[(]([^\])]*)[\])]", write_option, message)
+    return re.sub(r"\b(exclude|heads)=", r"--\1", message)
 
 
 def _load_model(

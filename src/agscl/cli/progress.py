@@ -13,6 +13,7 @@ from rich.text import Text
 from agscl.cli.console import console, print_line
 from agscl.cli.tables import format_percent
 from agscl.experiments.methods import METHODS
+from agscl.experiments.run import list_trained_methods
 
 if TYPE_CHECKING:
     from agscl.experiments.config import RunConfig
@@ -57,20 +58,22 @@ class _TrainingBars(_Bars):
 
 
 class RunProgress(_TrainingBars):
-    """Of `agscl run`: one bar per method, or one line per task."""
+    """Of `agscl run`: one bar per method, and one for all if there are several; or one line per task."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(title_width=12)
         self._epochs = config.training.epochs
+        self._methods = list_trained_methods(config)
         self._ids: dict[str, rich.progress.TaskID] = {}  # of the bars, by method
+        self._all: rich.progress.TaskID | None = None  # the bar whose remaining time is that of the whole run
 
     def show_event(self, event: dict[str, Any]) -> None:
         method = event["method"]
+        task = event["task"] + 1
         if event["event"] == "step":  # within an epoch; not in the event log
             if method in self._ids:
-                self._bars.update(self._ids[method], completed=event["progress"])
+                self._show_progress(method, event["progress"], self._describe_epoch(event))
             return
-        task = event["task"] + 1
         if event["event"] == "task ended":
             accuracies = event["accuracies"]
             accuracy, average = format_percent(accuracies[-1]), format_percent(sum(accuracies) / len(accuracies))
@@ -79,13 +82,24 @@ class RunProgress(_TrainingBars):
                 title = METHODS[method].title
                 print_line(f"{title:<12} task {task}: accuracy {accuracy}, average of all tasks so far {average}")
         elif event["event"] == "epoch":
-            note = f"task {task}, epoch {event['epoch'] + 1}/{self._epochs}, loss {event['loss']:.3f}"
+            note = self._describe_epoch(event)
         else:
             note = f"task {task}, {event['name']}"
         if console.is_terminal:
+            if self._all is None and len(self._methods) > 1:
+                self._all = self._bars.add_task("all", total=len(self._methods), note="")
             if method not in self._ids:
                 self._ids[method] = self._bars.add_task(METHODS[method].title, total=1.0, note="")
-            self._bars.update(self._ids[method], completed=event["progress"], note=note)
+            self._show_progress(method, event["progress"], note)
+
+    def _show_progress(self, method: str, progress: float, note: str) -> None:
+        self._bars.update(self._ids[method], completed=progress, note=note)
+        if self._all is not None:
+            self._bars.update(self._all, completed=self._methods.index(method) + progress)
+
+    def _describe_epoch(self, event: dict[str, Any]) -> str:
+        loss = f", loss {event['loss']:.3f}" if "loss" in event else ""
+        return f"task {event['task'] + 1}, epoch {event['epoch'] + 1}/{self._epochs}{loss}"
 
 
 class JobsProgress(_TrainingBars):

@@ -18,11 +18,11 @@ def verify(
     expect: Annotated[str | None, describe("DIGEST", default="")] = None,
     runs: Runs = Path("runs"),
 ) -> int:
-    """Check the stored weights, method state, certificates and results of a run: did anything change?
+    """Check a run's weights, certificates and results: did anything change?
 
     The outputs on a random batch (the probe) are a second check.
 
-    Nothing is signed: whoever can rewrite all files of a run can forge it, unless you compare its digest.
+    Nothing is signed: who rewrites all files can forge a run; --expect reveals it.
 
     The last line says OK (exit code 0) or FAILED (exit code 1).
 

@@ -167,7 +167,7 @@ def _train_method(
                 save_checkpoint()
             if time.monotonic() - last_report >= PROGRESS_INTERVAL:
                 last_report = time.monotonic()
-                on_event({"event": "step", "method": name, "progress": trainer.progress})
+                on_event({"event": "step", "method": name, "progress": trainer.progress, **_describe_step(trainer)})
         outcome = _summarize_outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:
             certificate = load_certificate(certificate_path(run.folder, tasks_learned))
@@ -181,6 +181,15 @@ def _train_method(
         numbers = run.checkpoints.list_numbers()
         stored = f"The last good checkpoint is number {numbers[-1]}." if numbers else "No checkpoint was written yet."
         raise RunError(f"{name}: {error}. {stored}") from error
+
+
+def _describe_step(trainer: Trainer) -> dict[str, Any]:
+    """The task and epoch under way, and the mean loss of the epoch so far, where reading it is free: on a CPU."""
+    position: dict[str, Any] = {"task": trainer.task_index, "epoch": min(trainer.epoch, trainer.config.epochs - 1)}
+    if trainer.device.type == "cpu" and trainer.optimizer is not None and trainer.step:
+        examples = min(trainer.step * trainer.config.batch_size, trainer.examples)
+        position["loss"] = trainer.loss_sum.item() / examples
+    return position
 
 
 def _summarize_outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> dict[str, Any]:
