@@ -12,6 +12,7 @@ import sys
 import warnings
 
 from agscl.cli.errors import DONE, FAILED, STOPPED, WRONG_USE, UsageError
+from agscl.cli.signals import record_interrupts
 
 NEEDED = ("tyro", "rich", "safetensors", "sklearn")
 
@@ -25,12 +26,15 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know λ
-    try:
-        return run_command(sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:
-        return STOPPED
-    except Exception as error:
-        return report_error(error)
+    with record_interrupts() as interrupts:
+        try:
+            return run_command(sys.argv[1:] if arguments is None else arguments)
+        except KeyboardInterrupt:
+            return STOPPED
+        except Exception as error:
+            if interrupts:  # while imported, torch swallows a Ctrl-C and then fails with half-imported modules
+                return STOPPED
+            return report_error(error)
 
 
 def run_command(arguments: list[str]) -> int:

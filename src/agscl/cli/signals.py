@@ -36,3 +36,26 @@ def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def record_interrupts() -> Iterator[list[int]]:
+    """Within the block, each Ctrl-C that raises KeyboardInterrupt is also added to the list yielded."""
+    interrupts: list[int] = []
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or the caller's own
+        yield interrupts
+        return
+
+    def handle_interrupt(number: int, frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGINT, handle_interrupt)
+    except ValueError:  # not in the main thread, which alone gets signals
+        yield interrupts
+        return
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
