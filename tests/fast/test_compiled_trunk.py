@@ -35,7 +35,7 @@ def test_the_first_pass_runs_with_our_kernels_like_every_other():
     x = random_tensor(2, 1, 8, 8, dtype=torch.float32)
     for _ in range(2):
         pass_through(network, x, trunk.enabled())
-        assert trunk.fused.complete
+        assert trunk.fused.all_layers_fused
         assert trunk.version == 0
 
 

@@ -20,8 +20,8 @@ class CompiledTrunk:
 
     With `rewrite_layers`, which is for a GPU, some layers are computed in another way, equal to rounding. If the trunk
     also computes in bfloat16, channels last (`bf16_channels_last`), and consists of plain layers alone, our kernels run
-    all of it, and torch's compiler, which takes seconds to import, is not used; unless it turns out at the first pass
-    that the trunk calls its layers in a way of its own.
+    all of it, and torch's compiler, which takes seconds to import, is not used; unless the first pass shows
+    that the trunk calls its layers one by one, not through its `nn.Sequential`s.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CompiledTrunk:
         )
 
     def wait_for_warm_up(self) -> None:
-        """Wait for the threads that warm up the device and Triton; to be called before the first step."""
+        """Wait for the threads that warm up the device and Triton; call this before the first step."""
         if self._warm_up is not None:
             self._warm_up.wait()
             self._warm_up = None
@@ -68,7 +68,7 @@ class CompiledTrunk:
             with self._fused_enabled():
                 yield
             assert self.fused is not None
-            if not self.fused.complete:
+            if not self.fused.all_layers_fused:
                 self.fused, self.torch_compiled = None, self._compile_with_torch()
                 self.version += 1
 

@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
     row: bool
     """Whether a program computes three of the nine weights of a 3 × 3 kernel, or one."""
     block: int
-    """Pixels taken at a time."""
+    """Pixels processed at a time."""
     warps: int = 4
     stages: int = 3
 
@@ -91,7 +91,7 @@ def autocasts_bf16(x: Tensor) -> bool:
 
 
 def supports_conv_relu_input(layer: nn.Conv2d, x: Tensor) -> bool:
-    """Whether `conv_relu_input` can be used: on images, whose own gradient nobody asks for."""
+    """Whether `conv_relu_input` can be used: on images that need no gradient."""
     reads_images = supports_layer(layer) and layer.in_channels in IMAGE_CHANNELS and layer.bias is not None
     return reads_images and not x.requires_grad and supports_input(x)
 
@@ -128,8 +128,8 @@ class Conv3x3Function(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         refuse_double_backward()
         x, weight = ctx.saved_tensors
-        of_torch = [ctx.needs_input_grad[0], not ctx.own_weight_grad, False]
-        x_grad, weight_grad, _ = _conv_backward(grad, x, weight, of_torch) if any(of_torch) else (None, None, None)
+        wanted = [ctx.needs_input_grad[0], not ctx.own_weight_grad, False]
+        x_grad, weight_grad, _ = _conv_backward(grad, x, weight, wanted) if any(wanted) else (None, None, None)
         if ctx.own_weight_grad:
             chunks = weight_grad_tiling(grad.shape[1], x.shape[1]).chunks
             weight_grad = _sum_weight_grad(conv3x3_weight_grad(grad, x, chunks))

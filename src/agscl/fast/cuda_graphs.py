@@ -12,10 +12,10 @@ from agscl.system.process import gc_paused
 
 
 class GraphRunner:
-    """Runs work that is repeated, known by a key: as it is at first, to warm up, then captured, then replayed.
+    """Runs work that is repeated, known by a key: eagerly the first time, to warm up, then captured, then replayed.
 
-    Everything runs on one stream, inside `on_stream()`: what is copied to the device, warm-ups and replays are then in
-    order by themselves. Disabled, or without a GPU, work just runs.
+    Everything runs on one stream, inside `on_stream()`, which keeps copies to the device, warm-ups and replays in
+    order. If disabled, or without a GPU, work always runs eagerly.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class GraphRunner:
         self.before_capture = before_capture
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and enabled else None
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self.warm: set[Hashable] = set()  # keys whose work ran once as it is
+        self.warmed_up: set[Hashable] = set()  # keys whose work has run eagerly
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on the runner's stream, after all that the current one was given, and before all it will be given."""
+        """Run on the runner's stream: after all work launched so far on the current one, before all launched later."""
         if self.stream is None:
             yield
             return
@@ -42,24 +42,24 @@ class GraphRunner:
             current.wait_stream(self.stream)
 
     def run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
-        """Do the work, by replaying its graph once there is one."""
+        """Run the work: replay its graph if there is one, else capture it if it is warmed up, else run it eagerly."""
         if self.stream is None:
             work()
         elif key in self.graphs:
             self.graphs[key].replay()
-        elif key in self.warm and may_capture:
+        elif key in self.warmed_up and may_capture:
             self.graphs[key] = self._capture(work)
             self.graphs[key].replay()
         else:
             work()
-            self.warm.add(key)
+            self.warmed_up.add(key)
 
     def forget_warm_ups(self) -> None:
-        """Run work as it is once more before it is captured."""
-        self.warm.clear()
+        """Run all work that has no graph yet eagerly once more before it is captured."""
+        self.warmed_up.clear()
 
     def release(self) -> None:
-        """Drop all graphs and give their memory back."""
+        """Destroy all graphs and free their memory."""
         if self.stream is not None and self.graphs:
             torch.cuda.synchronize(self.device)  # a graph must not be destroyed while it runs
             self.graphs.clear()

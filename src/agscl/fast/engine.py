@@ -32,17 +32,17 @@ class Pieces:
     """The parts of the fast path; benchmarks and tests switch single ones off."""
 
     cuda_graphs: bool = True
-    """Else `GraphEngine` launches the same work kernel by kernel."""
+    """CUDA graphs; without, `GraphEngine` launches the same work kernel by kernel."""
     split_adam: bool = True
-    """Our Adam, in pieces on several streams; else torch's fused one."""
+    """Our Adam, in pieces on several streams; without, torch's fused one."""
     own_convolutions: bool = True
-    """Our 3 × 3 convolutions; else cuDNN's."""
+    """Our 3 × 3 convolutions; without, cuDNN's."""
     fused_layers: bool = True
-    """Our kernels between layers, for networks of plain layers; else torch's compiler."""
+    """Our kernels between layers, for networks of plain layers; without, torch's compiler."""
 
 
 PIECES = Pieces()
-"""What `make_fast_engine` uses."""
+"""The pieces that `make_fast_engine` uses unless it is given others."""
 
 
 def make_fast_engine(trainer: Trainer, *, captured: bool, pieces: Pieces | None = None) -> Engine:
@@ -117,18 +117,18 @@ class GraphEngine(Engine):
         return nullcontext() if self.trunk is None else self.trunk.enabled(full_batch)
 
     def advance(self) -> None:
-        """Launch what is left of the epoch under way."""
+        """Launch the remaining steps and the end of the epoch under way."""
         assert self.state is not None
         trainer, config = self.trainer, self.trainer.config
         with self._released_on_error():
             with self.runner.on_stream():
                 self._launch_steps(self.state)
                 self._launch_end_of_epoch(self.state)
-                self._queue_figures(self.state)
+                self._copy_figures_to_host(self.state)
             trainer.epoch, trainer.step = trainer.epoch + 1, 0
             if trainer.epoch == config.drop_at:
                 self._rate.div_(config.factor)
-            self._report_epochs(self.state, behind=EPOCHS_AHEAD)
+            self._report_epochs(self.state, max_pending=EPOCHS_AHEAD)
 
     def sync(self) -> None:
         if self.state is None:
@@ -146,7 +146,7 @@ class GraphEngine(Engine):
 
     @contextmanager
     def _released_on_error(self) -> Iterator[None]:
-        """Release the graphs if an error is raised: they may still run, and must not be destroyed with the trainer."""
+        """Release the graphs if an error is raised: a graph that still runs must not be freed with the trainer."""
         try:
             yield
         except BaseException:
@@ -162,50 +162,50 @@ class GraphEngine(Engine):
         pinned = trainer.device.type == "cuda"
         state.order.copy_(trainer.epoch_order(pin_memory=pinned), non_blocking=pinned)
         for start in range(trainer.step * size, count, size):
-            width = min(size, count - start)
-            self._run(width, partial(self._step, state, width))
+            rows = min(size, count - start)
+            self._run(rows, partial(self._step, state, rows))
             trainer.step += 1
 
     def _launch_end_of_epoch(self, state: _DeviceState) -> None:
         trainer, size, count = self.trainer, self.trainer.config.batch_size, self.trainer.examples
         if trainer.method.end_epoch_capturable:
             # Not before all steps are captured: methods hand tensors of the last captured step to the end of the epoch.
-            widths = {min(size, count), count % size or size}
-            captured = self.runner.graphs.keys() >= widths
+            batch_sizes = {min(size, count), count % size or size}
+            captured = self.runner.graphs.keys() >= batch_sizes
             self._run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
             return
         trainer.method.end_epoch()
-        if trainer.method.plan_version != state.method_version:
-            state.method_version = trainer.method.plan_version
+        if trainer.method.plan_version != state.plan_version:
+            state.plan_version = trainer.method.plan_version
             self.runner.release()
             state.best_loss.fill_(math.inf)  # e.g. pruned: weights of earlier epochs cannot be restored any more
             state.stalled_epochs.zero_()
         self._run("end", partial(self._end_epoch, state, call_method=False))
 
     def _run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
-        """Run, capture or replay the work; all warm-ups are repeated if the trunk was compiled anew meanwhile."""
+        """Run, capture or replay the work; repeat all warm-ups if the trunk changed its compiler meanwhile."""
         version = None if self.trunk is None else self.trunk.version
         self.runner.run(key, work, may_capture)
         if self.trunk is not None and self.trunk.version != version:
             self.runner.forget_warm_ups()
 
-    def _queue_figures(self, state: _DeviceState) -> None:
+    def _copy_figures_to_host(self, state: _DeviceState) -> None:
         """Start copying the epoch's figures to the host."""
         if self.trainer.device.type != "cuda":
-            state.launched.append((self.trainer.epoch, state.figures.clone(), None))
+            state.unreported.append((self.trainer.epoch, state.figures.clone(), None))
             return
         figures = torch.empty(3, dtype=torch.float64, pin_memory=True)
         figures.copy_(state.figures, non_blocking=True)
-        ended = torch.cuda.Event(blocking=True)  # waiting for it leaves the core to other processes
-        ended.record()
-        state.launched.append((self.trainer.epoch, figures, ended))
+        copied = torch.cuda.Event(blocking=True)  # waiting for it leaves the core to other processes
+        copied.record()
+        state.unreported.append((self.trainer.epoch, figures, copied))
 
-    def _report_epochs(self, state: _DeviceState, behind: int = 0) -> None:
-        """Report the epochs that were launched, but for the last `behind`; waits for those it reports."""
-        while len(state.launched) > behind:
-            epoch, figures, ended = state.launched.popleft()
-            if ended is not None:
-                ended.synchronize()
+    def _report_epochs(self, state: _DeviceState, max_pending: int = 0) -> None:
+        """Report the epochs that were launched, except the last `max_pending`; waits for those it reports."""
+        while len(state.unreported) > max_pending:
+            epoch, figures, copied = state.unreported.popleft()
+            if copied is not None:
+                copied.synchronize()
             loss, valid_loss, rate = figures.tolist()
             self.trainer.report_epoch(epoch, loss, valid_loss if self.trainer.config.validates else None, rate)
 
@@ -223,9 +223,9 @@ class GraphEngine(Engine):
 
     # What the graphs hold --------------------------------------------------------------------------------------------
 
-    def _step(self, state: _DeviceState, width: int) -> None:
-        rows = state.order[state.position + state.offsets[:width]]
-        state.position += width
+    def _step(self, state: _DeviceState, size: int) -> None:
+        rows = state.order[state.position + state.offsets[:size]]
+        state.position += size
         self.trainer.train_step(rows)
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class GraphEngine(Engine):
         trainer, config = self.trainer, self.trainer.config
         if call_method:
             trainer.method.end_epoch()
-        if config.restore_best and trainer.best_weights is None:  # never during a capture: this has run before
+        if config.restore_best and trainer.best_weights is None:  # at the first epoch only, so never in a capture
             trainer.best_weights = {name: value.clone() for name, value in trainer.trained_tensors().items()}
         state.figures[0] = torch.where(trainer.all_finite(), trainer.loss_sum / trainer.examples, math.nan)
         state.figures[2] = self._rate
@@ -280,6 +280,6 @@ class _DeviceState:
         self.stalled_epochs = torch.tensor(trainer.stalled_epochs, device=device)
         self.figures = torch.zeros(3, dtype=torch.float64, device=device)
         """Loss, validation loss and learning rate of the last epoch."""
-        self.launched: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        """Epochs that are not reported yet: number, figures on the host, and the event after which these are there."""
-        self.method_version = trainer.method.plan_version
+        self.unreported: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        """Epochs that are not reported yet: number, figures on the host, and the event after which they are valid."""
+        self.plan_version = trainer.method.plan_version

@@ -36,9 +36,9 @@ from agscl.fast.conv3x3 import (
     uses_triton,
     weight_grad_tiling,
 )
-from agscl.fast.forwards import replaced_forwards, runs_as_its_class
+from agscl.fast.forwards import can_replace_forward, replaced_forwards
 from agscl.fast.max_pool import block_max, block_max_backward, pools_blocks
-from agscl.system.bitwise import PIECES, concat_pieces, split_pieces
+from agscl.system.bitwise import FOREACH_PIECES, concat_pieces, split_pieces
 
 MAX_LINEAR_OUTPUTS = 1024
 """The widest linear layer whose bias gradient a program can sum."""
@@ -114,7 +114,7 @@ def find_links(network: nn.Module) -> list[Link]:
 
 
 def supports_network(network: nn.Module) -> bool:
-    """Whether all layers of a network belong to links, but for those that only change shapes."""
+    """Whether every layer of a network belongs to a link or only changes shapes."""
     in_links = {layer for link in find_links(network) for layer in (link.layer, *link.following)}
     for module in network.modules():
         container = any(True for _ in module.children())
@@ -135,26 +135,26 @@ class FusedTrunk:
         self.own_convolutions = own_convolutions
         self.chains = find_chains(network)
         self.layers = {link.layer for link in find_links(network)}
-        self.fused_layers: set[nn.Module] = set()  # those that ran with our kernels so far
+        self.fused_layers: set[nn.Module] = set()  # those that have run with our kernels
         self._compiled_for: set[tuple[Any, ...]] = set()
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Let calls of the trunk run with our kernels, but for chains that a user gave a forward or a hook."""
-        chains = [chain for chain in self.chains if all(map(runs_as_its_class, chain.modules()))]
+        """Let calls of the trunk run with our kernels, where `can_replace_forward` holds for a whole chain."""
+        chains = [chain for chain in self.chains if all(map(can_replace_forward, chain.modules()))]
         with replaced_forwards({chain: partial(self._run_chain, chain) for chain in chains}):
             yield
 
     def _run_chain(self, chain: nn.Sequential, x: Tensor) -> Tensor:
-        case = (chain, chain.training, torch.is_grad_enabled(), x.shape[1:])
-        if x.is_cuda and case not in self._compiled_for:
+        signature = (chain, chain.training, torch.is_grad_enabled(), x.shape[1:])
+        if x.is_cuda and signature not in self._compiled_for:
             compile_chain(chain, x, self.own_convolutions)
-            self._compiled_for.add(case)
+            self._compiled_for.add(signature)
         return run_chain(chain, x, self.fused_layers, self.own_convolutions)
 
     @property
-    def complete(self) -> bool:
-        """Whether all layers ran with our kernels: a network may call its layers in a way of its own."""
+    def all_layers_fused(self) -> bool:
+        """Whether all layers have run with our kernels: a network may call them one by one, not its chains."""
         return self.fused_layers == self.layers
 
 
@@ -163,8 +163,8 @@ def run_chain(chain: nn.Sequential, x: Tensor, fused_layers: set[nn.Module], own
     parts = split_into_links(chain)
     weights = [part.layer.weight for part in parts if isinstance(part, Link)]
     rounded = dict(zip(weights, _round_to_bf16(weights), strict=True)) if autocasts_bf16(x) else {}
-    drawn = sum(part.dropout > 0 for part in parts if isinstance(part, Link))
-    seeds = torch.randint(2**62, (drawn,), device=x.device) if drawn and rounded else x.new_empty(0, dtype=torch.long)
+    dropouts = sum(part.dropout > 0 for part in parts if isinstance(part, Link)) if rounded else 0
+    seeds = torch.randint(2**62, (dropouts,), device=x.device) if dropouts else x.new_empty(0, dtype=torch.long)
     seed_index = 0
     for part in parts:
         if not isinstance(part, Link) or not rounded:
@@ -210,7 +210,7 @@ def _round_to_bf16(weights: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         rounded = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
         if rounded:
-            targets, sources = concat_pieces(split_pieces(PIECES, rounded, weights))
+            targets, sources = concat_pieces(split_pieces(FOREACH_PIECES, rounded, weights))
             torch._foreach_copy_(targets, sources)
     return rounded
 
@@ -242,7 +242,7 @@ def _compile_link(link: Link, x: Tensor, own_convolutions: bool) -> Tensor:
         for partials in conv_relu_input_backward(z, x, z, IMAGE_CHUNKS) if trains else ():
             sum_partials(partials)
         return z
-    y = _to_layout(x.new_empty((len(x), len(bias), *x.shape[2:]), dtype=torch.bfloat16))
+    y = _to_kernel_layout(x.new_empty((len(x), len(bias), *x.shape[2:]), dtype=torch.bfloat16))
     z, argmax = link_forward(y, bias, link.pool_size, link.dropout, x.new_empty(1, dtype=torch.long), 0)
     if trains:
         saved = argmax if stores_argmax(link.pool_size, link.dropout) else z  # as `LinkFunction` does
@@ -304,11 +304,11 @@ def link_forward(
     byte for each of its elements: the place of its maximum in the block, or `pool_size²` where ReLU or dropout made it
     0; else an empty tensor.
     """
-    y = _to_layout(y)
+    y = _to_kernel_layout(y)
     z = y[:, :, ::pool_size, ::pool_size] if pool_size > 1 else y
     z = torch.empty_like(z, memory_format=torch.channels_last if z.dim() == 4 else torch.contiguous_format)
-    stored = stores_argmax(pool_size, dropout)
-    argmax = torch.empty_like(z, dtype=torch.uint8) if stored else z.new_empty(0, dtype=torch.uint8)
+    has_argmax = stores_argmax(pool_size, dropout)
+    argmax = torch.empty_like(z, dtype=torch.uint8) if has_argmax else z.new_empty(0, dtype=torch.uint8)
     if uses_triton(y):
         from agscl.fast import triton_kernels
 
@@ -322,7 +322,7 @@ def link_forward(
     if dropout:
         draws = torch.rand(z.shape, generator=torch.Generator().manual_seed(int(seeds[seed_index])))
         zeroed |= (draws < dropout) & ~maximum.isnan()
-    if stored:
+    if has_argmax:
         argmax.copy_(torch.where(zeroed, pool_size * pool_size, places))
     return z.copy_(torch.where(zeroed, 0, maximum / (1 - dropout))), argmax
 
@@ -332,7 +332,7 @@ def link_backward(grad: Tensor, z: Tensor, argmax: Tensor, pool_size: int, dropo
 
     `z` and `argmax` are what `link_forward` returned; if it `stores_argmax`, only the shape of `z` is used.
     """
-    grad = _to_layout(grad)
+    grad = _to_kernel_layout(grad)
     bias_partials = z.new_empty((min(BIAS_CHUNKS, z.numel() // z.shape[1]), z.shape[1]), dtype=torch.float32)
     if uses_triton(z):
         from agscl.fast import triton_kernels
@@ -350,5 +350,5 @@ def link_backward(grad: Tensor, z: Tensor, argmax: Tensor, pool_size: int, dropo
     return block_max_backward(grad, argmax, pool_size) if pool_size > 1 else grad, bias_partials
 
 
-def _to_layout(x: Tensor) -> Tensor:
+def _to_kernel_layout(x: Tensor) -> Tensor:
     return to_channels_last(x) if x.dim() == 4 else x.contiguous()

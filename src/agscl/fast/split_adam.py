@@ -16,14 +16,14 @@ from torch import Tensor
 from agscl.fast._torch_internals import fused_adam_kernel, without_dynamo
 from agscl.system.bitwise import concat_pieces, split_pieces
 
-PIECES = 128
+ADAM_PIECES = 128
 """About how many pieces all parameters together are split into."""
 TENSORS_PER_LAUNCH = 36
 """How many tensors torch's fused kernel updates in one launch."""
 
 
 class _SplitOptimizer(torch.optim.Optimizer):
-    """To be made with `fused=True`, for parameters of one dtype on one device."""
+    """Must be created with `fused=True`, with all parameters of one dtype and on one device."""
 
     add_param_group = without_dynamo(torch.optim.Optimizer.add_param_group)
     zero_grad = without_dynamo(torch.optim.Optimizer.zero_grad)
@@ -42,18 +42,18 @@ class _SplitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._state_of(parameter, group["amsgrad"]) for parameter in parameters]
+        states = [self._get_state(parameter, group["amsgrad"]) for parameter in parameters]
         names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         tensors = [parameters, gradients, *([state[name] for state in states] for name in names)]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
 
-        split = split_pieces(PIECES, *tensors)
+        split = split_pieces(ADAM_PIECES, *tensors)
         pieces = concat_pieces(split)
         if not group["amsgrad"]:
             pieces.append([])
-        pieces.append([step for step, of_one in zip(steps, split, strict=True) for _ in of_one[0]])
+        pieces.append([step for step, parts in zip(steps, split, strict=True) for _ in parts[0]])
         beta1, beta2 = group["betas"]
         kernel = partial(
             fused_adam_kernel(isinstance(self, torch.optim.AdamW)),
@@ -73,8 +73,8 @@ class _SplitOptimizer(torch.optim.Optimizer):
         if overflow is not None:
             torch._foreach_sub_(steps, [overflow] * len(steps))
 
-    def _state_of(self, parameter: Tensor, amsgrad: bool) -> dict[str, Tensor]:
-        """The parameter's state, made as torch makes it."""
+    def _get_state(self, parameter: Tensor, amsgrad: bool) -> dict[str, Tensor]:
+        """The parameter's state, initialised at its first step as torch does."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -92,7 +92,7 @@ class SplitAdamW(_SplitOptimizer, torch.optim.AdamW):
 
 
 def _run_concurrently(launches: Sequence[Callable[[], Any]], device: torch.device) -> None:
-    """Launch each on a stream of its own, after all that was launched before and before all that comes after."""
+    """Launch each on its own stream: after all work launched before, and before all launched later."""
     if device.type != "cuda" or len(launches) == 1:
         for launch in launches:
             launch()

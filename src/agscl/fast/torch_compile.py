@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from agscl.fast._torch_internals import allow_cached_autograd_functions, is_torch_compile_error
 from agscl.fast.conv3x3 import conv3x3, conv_relu_input, supports_conv_relu_input, supports_layer
-from agscl.fast.forwards import replaced_forwards, runs_as_its_class
+from agscl.fast.forwards import can_replace_forward, replaced_forwards
 from agscl.fast.max_pool import max_pool
 from agscl.fast.warm_up import warm_up_during_import
 from agscl.system.process import gc_paused
@@ -34,7 +34,7 @@ COLUMN_ALIGNMENT = 16
 
 
 class TorchCompiledTrunk:
-    """A trunk compiled by torch for full batches; other batches run uncompiled, with layers rewritten all the same."""
+    """A trunk compiled by torch for full batches; other batches run uncompiled, but with rewritten layers too."""
 
     def __init__(
         self, network: nn.Module, device: torch.device, *, rewrite_layers: bool, own_convolutions: bool = True
@@ -53,7 +53,7 @@ class TorchCompiledTrunk:
 
     @contextmanager
     def enabled(self, full_batch: bool) -> Iterator[None]:
-        """Let calls of the trunk run compiled, or for other than full batches with layers rewritten alone."""
+        """Let calls of the trunk run compiled; batches that are not full run uncompiled, with rewritten layers."""
         compiled: dict[nn.Module, Any] = {}
         caches = allow_cached_autograd_functions() if self.pool_chains or self.conv3x3_layers else nullcontext()
         with replaced_forwards(self._rewritten_forwards(full_batch)):
@@ -68,17 +68,17 @@ class TorchCompiledTrunk:
                 raise compile_failure(error) from error
 
     def _rewritten_forwards(self, full_batch: bool) -> dict[nn.Module, Any]:
-        """Other forwards of layers that have no forward of their own and no backward hook."""
+        """The forwards of rewritten layers, where `can_replace_forward`."""
         forwards: dict[nn.Module, Any] = {}
         for module in self.im2col_layers if full_batch else []:
-            if runs_as_its_class(module):
+            if can_replace_forward(module):
                 forwards[module] = MethodType(conv_im2col, module)
         for module in self.conv3x3_layers:
-            if runs_as_its_class(module):
+            if can_replace_forward(module):
                 forwards[module] = MethodType(conv3x3, module)
         pool = pool_before_relu if self.own_convolutions else pool_before_relu_with_cudnn
         for chain in self.pool_chains:
-            if all(map(runs_as_its_class, chain.modules())):
+            if all(map(can_replace_forward, chain.modules())):
                 forwards[chain] = MethodType(pool, chain)
         return forwards
 
@@ -89,7 +89,7 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_failure(error: Exception) -> CompileFailed:
-    """An error that says in one line what to do."""
+    """An error that says in one line what failed and what to do."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return CompileFailed(
         "the network could not be compiled, which needs a C++ compiler and Python's headers (gcc, python3-dev): "
@@ -175,8 +175,8 @@ def _find_pooled_convolutions(chain: nn.Sequential) -> tuple[int, ...]:
     indices = []
     for index in range(len(chain) - 2):
         convolution, relu, pool = list(chain)[index : index + 3]
-        kinds = (type(convolution), type(relu), type(pool)) == (nn.Conv2d, nn.ReLU, nn.MaxPool2d)
-        if not kinds or supports_im2col(convolution):
+        is_pooled = (type(convolution), type(relu), type(pool)) == (nn.Conv2d, nn.ReLU, nn.MaxPool2d)
+        if not is_pooled or supports_im2col(convolution):
             continue
         if convolution.padding_mode == "zeros" and not pool.return_indices:
             indices.append(index)

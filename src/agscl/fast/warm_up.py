@@ -1,4 +1,4 @@
-"""Start-up work done in threads beside the rest of the start: loading a GPU's libraries, hashing compilers' code."""
+"""Start-up work done in background threads: loading a GPU's libraries, hashing compilers' code."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class WarmUp:
             thread.start()
 
     def wait(self) -> None:
-        """To be called before work is launched on another stream: nothing orders it after the warm-up."""
+        """Call this before work is launched on another stream, which would not wait for the warm-up."""
         for thread in self._threads:
             thread.join()
 
 
 @contextmanager
 def warm_up_during_import(device: torch.device) -> Iterator[None]:
-    """While torch's compiler is imported, which is work of Python alone, warm up the device.
+    """Warm up the device while torch's compiler is imported, which keeps only the CPU busy.
 
-    Afterwards, while other things start, compute the keys of the compiler's cache.
+    Afterwards compute the keys of the compiler's cache, in the background.
     """
     if device.type != "cuda" or "torch._dynamo" in sys.modules:
         yield
@@ -57,7 +57,7 @@ def warm_up_device(device: torch.device | str) -> None:
 
     No optimizer step, which would import what another thread is importing; and no random numbers.
     """
-    with suppress(RuntimeError), torch.enable_grad():  # an error comes again where it matters
+    with suppress(RuntimeError), torch.enable_grad():  # the same error is raised again by the first step
         zeros = partial(torch.zeros, device=device)
         for dtype in (torch.float32, torch.bfloat16):
             shapes = ((256, 32, 16, 16), (32, 32, 3, 3))

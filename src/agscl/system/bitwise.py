@@ -16,7 +16,7 @@ MIN_PIECE = 8192
 """The smallest piece a tensor is split into, in elements."""
 MAX_PIECE = 65_536
 """Torch's foreach kernels give so many elements of a tensor to one multiprocessor: larger pieces gain nothing."""
-PIECES = 48
+FOREACH_PIECES = 48
 """About how many pieces all tensors together are split into, as many as torch launches in one kernel. A GPU has over a
 hundred multiprocessors; the paper's network for CIFAR, not split, would keep a sixth of them busy."""
 ALIGNMENT = 4
@@ -24,7 +24,7 @@ ALIGNMENT = 4
 cannot: tensors whose size is no multiple of four are not split, and pieces are multiples of four."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Pieces = list[tuple[Tensor, ...]]
+SplitTensors = list[tuple[Tensor, ...]]
 """One tuple of pieces for each of several tensors of equal size, all split at the same places."""
 
 
@@ -37,21 +37,23 @@ def as_bits(tensor: Tensor) -> Tensor:
 def zero_where_(tensors: Sequence[Tensor], condition: Tensor) -> None:
     """Set all tensors to +0.0 if `condition` () is true."""
     for bits in _group_by_width(tensors):
-        torch._foreach_mul_(concat_pieces(split_pieces(PIECES, bits))[0], (~condition).to(bits[0].dtype))
+        torch._foreach_mul_(concat_pieces(split_pieces(FOREACH_PIECES, bits))[0], (~condition).to(bits[0].dtype))
 
 
 @torch.no_grad()
 def mask_bits_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Set each element to +0.0 where its mask is 0; masks hold 1 or 0, in the dtype of `as_bits(tensor)`."""
     if tensors or masks:
-        torch._foreach_mul_(*concat_pieces(split_pieces(PIECES, [as_bits(tensor) for tensor in tensors], masks)))
+        torch._foreach_mul_(
+            *concat_pieces(split_pieces(FOREACH_PIECES, [as_bits(tensor) for tensor in tensors], masks))
+        )
 
 
 @torch.no_grad()
 def copy_where_(targets: Sequence[Tensor], sources: Sequence[Tensor], condition: Tensor) -> None:
     """Copy `sources` into `targets` if `condition` () is true; else leave the targets as they are."""
     for alike in zip(_group_by_width(targets), _group_by_width(sources), strict=True):
-        target, source = concat_pieces(split_pieces(PIECES, *alike))
+        target, source = concat_pieces(split_pieces(FOREACH_PIECES, *alike))
         torch._foreach_mul_(target, (~condition).to(target[0].dtype))
         torch._foreach_add_(target, torch._foreach_mul(source, condition.to(target[0].dtype)))
 
@@ -65,7 +67,7 @@ def _group_by_width(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [groups[dtype] for dtype in _INTEGERS.values() if dtype in groups]
 
 
-def split_pieces(pieces: int, *lists: Sequence[Tensor]) -> list[Pieces]:
+def split_pieces(pieces: int, *lists: Sequence[Tensor]) -> list[SplitTensors]:
     """Split tensors into about so many pieces in all.
 
     The lists are parallel: tensors at the same place of each list are split alike, or left whole where they do not
@@ -75,12 +77,12 @@ def split_pieces(pieces: int, *lists: Sequence[Tensor]) -> list[Pieces]:
     return [_split(size, *tensors) for tensors in zip(*lists, strict=True)]
 
 
-def concat_pieces(split: Sequence[Pieces]) -> list[list[Tensor]]:
+def concat_pieces(split: Sequence[SplitTensors]) -> list[list[Tensor]]:
     """The pieces of each list given to `split_pieces`, one after the other."""
-    return [[piece for pieces in of_list for piece in pieces] for of_list in zip(*split, strict=True)]
+    return [[piece for pieces in pieces_of_list for piece in pieces] for pieces_of_list in zip(*split, strict=True)]
 
 
-def _split(size: int, first: Tensor, *others: Tensor) -> Pieces:
+def _split(size: int, first: Tensor, *others: Tensor) -> SplitTensors:
     tensors = (first, *others)
     same_layout = all(other.shape == first.shape and other.stride() == first.stride() for other in others)
     dense = first.is_contiguous() or first.is_contiguous(memory_format=torch.channels_last)

@@ -26,9 +26,9 @@ class TrainingConfig:
     patience: int | None = 5
     """Epochs without a better validation loss before the rate drops; none keeps the rate constant."""
     drop_at: int | None = None
-    """Epoch after which the rate drops once, whatever the loss; the optimizer's state is kept."""
+    """Epoch after which the rate drops once, whatever the loss is; the optimizer keeps its state."""
     factor: float = 3.0
-    """What the rate is divided by when it drops. A drop for want of a better loss clears the optimizer's state."""
+    """What the rate is divided by when it drops. A drop after `patience` epochs also clears the optimizer's state."""
     restore_best: bool = True
     """Whether a task ends with the weights of the epoch with the best validation loss, or with the last ones."""
     engine: Literal["auto", "plain", "captured"] = "auto"
@@ -39,7 +39,7 @@ class TrainingConfig:
     """Whether images and convolutions are stored channels last, which is faster on most machines."""
     compile: bool = False
     """Whether the trunk is compiled for training, by torch or, where they support it, with Triton kernels of our own;
-    takes some seconds once."""
+    compiling takes some seconds."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -59,13 +59,13 @@ class TrainingConfig:
             raise ValueError(f"drop_at is a number of epochs, at least 1, or none, not {self.drop_at}")
         if not 1 < self.factor < math.inf:
             raise ValueError(f"factor must be above 1 and finite, not {self.factor}")
-        for name, known in (
+        for name, choices in (
             ("engine", ("auto", "plain", "captured")),
             ("precision", ("float32", "tf32", "bf16")),
             ("optimizer", ("adam", "adamw", "sgd")),
         ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
     @property
     def validates(self) -> bool:

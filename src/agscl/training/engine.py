@@ -1,7 +1,7 @@
 """How a trainer's steps are run: the interface of an engine, and the plain one.
 
-`agscl.fast` has others (CUDA graphs, compiled trunks); it is imported here alone, and only where a configuration asks
-for it.
+`agscl.fast` has others (CUDA graphs, compiled trunks). Only `make_engine` imports it, where a
+configuration needs it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CompileFailed(RuntimeError):
 class Engine(ABC):
     """Runs the training of one task after the other for a trainer.
 
-    The trainer owns all that is trained, the position (`epoch`, `step`) and what a checkpoint holds. The engine runs
-    `trainer.train_step` and the end of each epoch in its own way, and moves the position on.
+    The trainer owns what is trained, the position (`epoch`, `step`) and what a checkpoint holds. The engine decides how
+    `trainer.train_step` and the end of each epoch run, and advances the position.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,7 +41,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start_task(self) -> None:
-        """Prepare for the steps of a task that begins, or goes on from a checkpoint."""
+        """Prepare for the steps of a task that begins, or is resumed from a checkpoint."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -49,10 +49,10 @@ class Engine(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait until all that was launched is done, and bring the trainer up to date."""
+        """Wait for all work that was launched, and bring the trainer's losses and counters up to date."""
 
     def end_task(self) -> None:
-        """As `sync`, and release all that was held for the task."""
+        """`sync`, then free what was allocated for the task."""
         self.sync()
 
     def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
@@ -85,7 +85,7 @@ class PlainEngine(Engine):
             self._end_epoch()
 
     def sync(self) -> None:
-        pass  # the trainer is up to date after every unit
+        pass  # the trainer is always up to date
 
     def _run_step(self) -> None:
         trainer = self.trainer
@@ -126,7 +126,7 @@ class PlainEngine(Engine):
             self.drop_rate()
 
     def drop_rate(self) -> None:
-        """Divide the learning rate, and clear the moments of the optimizer and of the method."""
+        """Divide the learning rate, and clear the state of the optimizer and the moments of the method."""
         self.optimizer.state.clear()
         self.trainer.method.clear_moments()
         self._divide_rate()
@@ -148,7 +148,7 @@ def make_engine(trainer: Trainer) -> Engine:
 def _uses_cuda_graphs(trainer: Trainer) -> bool:
     capturable = trainer.capturable and trainer.method.capturable
     if trainer.config.engine == "captured" and not capturable:
-        what = type(trainer).__name__ if trainer.method.capturable else repr(trainer.method)
-        raise ValueError(f"steps of {what} cannot be captured as CUDA graphs: use engine='plain'")
+        culprit = type(trainer).__name__ if trainer.method.capturable else repr(trainer.method)
+        raise ValueError(f"steps of {culprit} cannot be captured as CUDA graphs: use engine='plain'")
     automatic = trainer.config.engine == "auto" and trainer.device.type == "cuda" and capturable
     return trainer.config.engine == "captured" or automatic

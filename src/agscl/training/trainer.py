@@ -1,4 +1,11 @@
-"""The paper's loop over a task sequence, as a state machine that can stop and resume between any two steps."""
+"""The paper's loop over a task sequence, as a state machine that can stop and resume between any two steps:
+
+for each task:              Trainer._begin_task: a new head, a new optimizer, method.begin_task
+    for each epoch:
+        for each batch:     Trainer.train_step: loss, backward, optimizer step
+        at its end:         method.end_epoch, validation, the best weights so far, the learning rate (`engine`)
+    at its end:             Trainer._end_task: the best weights, method.end_task, accuracies on all tasks so far
+"""
 
 from __future__ import annotations
 
@@ -36,8 +43,8 @@ class Trainer:
 
     `advance()` does one unit of work: it begins a task, runs a part of an epoch (the engine decides: a step, the end
     of the epoch, or all of it), or ends a task. Between any two units `state_dict()` holds all that is needed to
-    continue with the same bits on a CPU (but for `compile`). Torch's global generator is seeded at the start of each
-    task, from the seed and the task's index.
+    continue; on a CPU, and without `compile`, the result is then the same to the bit. Torch's global generator is
+    seeded at the start of each task, from the seed and the task's index.
     """
 
     capturable: ClassVar[bool] = True
@@ -74,7 +81,7 @@ class Trainer:
         self.losses: list[list[float]] = []
         self.statistics: list[dict[str, Any]] = []
 
-        # Of the task under way; the engine updates these.
+        # The state of the task under way, which the engine updates.
         self.optimizer: Optimizer | None = None  # none between tasks
         self.loss_sum = torch.zeros((), device=self.device)  # of the epoch under way, over its examples
         self.best_loss = math.inf  # on the validation split
@@ -82,6 +89,130 @@ class Trainer:
         self.stalled_epochs = 0  # epochs since the best loss, or since the rate dropped
 
         self.engine = engine(self)
+
+    # The loop --------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Do one unit of work; returns False if all tasks were done already."""
+        if self.done:
+            return False
+        with ExitStack() as stack:
+            if self.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))  # streams and events belong to a device
+                stack.enter_context(tf32_for(self.config.precision))
+            if self.optimizer is None:
+                self._begin_task()
+            elif self.epoch < self.config.epochs:
+                self.engine.advance()
+            else:
+                self._end_task()
+        return True
+
+    def _begin_task(self) -> None:
+        task = self.task
+        torch.manual_seed(derive_seed(self.seed, self.task_index))
+        self.model.add_head(task.name, task.classes)
+        place_model(self.model, self.device, self.config)
+        self.optimizer = self.engine.make_optimizer()
+        self.method.begin_task(
+            task.name, self.optimizer, epochs=self.config.epochs, steps_per_epoch=self.steps_per_epoch
+        )
+        self.model.train()
+        self.best_loss, self.best_weights, self.stalled_epochs = math.inf, None, 0
+        self.losses.append([])
+        self.engine.start_task()
+        self.emit({"event": "task started", "task": self.task_index, "name": task.name})
+
+    def epoch_order(self, pin_memory: bool = False) -> Tensor:
+        """(examples,) the training rows in the order of this epoch: a function of seed, task and epoch, not saved."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.task_index, self.epoch))
+        return torch.randperm(self.examples, generator=generator, pin_memory=pin_memory)
+
+    def train_step(self, rows: Tensor) -> None:
+        """One optimizer step on these rows of the training data; the method acts in the optimizer's hooks."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.training_loss(rows)
+        loss.backward()
+        self.optimizer.step()
+        self.loss_sum.add_(loss.detach(), alpha=len(rows))
+
+    def training_loss(self, rows: Tensor) -> Tensor:
+        """The mean loss of these rows of the training data."""
+        x, y = self.task.make_batch(rows)
+        try:
+            with self.engine.trunk_context(full_batch=len(rows) == self.config.batch_size):
+                return self.batch_loss(x, y, self.task.name)
+        except ValueError as error:
+            if len(rows) > 1:
+                raise
+            raise ValueError(
+                f"the last batch of task {self.task.name!r} is one example, which BatchNorm cannot normalise: use "
+                f"another batch_size than {self.config.batch_size} ({error})"
+            ) from error
+
+    def batch_loss(self, x: Tensor, y: Tensor, task: str) -> Tensor:
+        """The mean cross-entropy of a batch, and what the method adds to it."""
+        x = self.to_memory_format(x)
+        with self.autocast():
+            output = self.model(x, task)
+            loss = F.cross_entropy(output.float(), y)
+            adds_nothing = type(self.method).loss is Method.loss  # saves two kernels that would add 0
+            return loss if adds_nothing else loss + self.method.loss(x, output)
+
+    def to_memory_format(self, x: Tensor) -> Tensor:
+        """Images as channels last, if configured."""
+        channels_last = self.config.channels_last and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of forward passes."""
+        if self.config.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return nullcontext()
+
+    def report_epoch(self, epoch: int, loss: float, valid_loss: float | None, rate: float) -> None:
+        """Record and emit the figures of an epoch; raise if one of them is not finite."""
+        if not math.isfinite(loss) or not math.isfinite(valid_loss or 0.0):
+            raise self._make_divergence_error(epoch)
+        event: Event = {"event": "epoch", "task": self.task_index, "epoch": epoch, "lr": rate, "loss": loss}
+        if valid_loss is not None:
+            event["valid_loss"] = valid_loss
+        self.losses[-1].append(loss)
+        self.emit(event)
+
+    def _end_task(self) -> None:
+        self.engine.end_task()
+        if self.best_weights is not None:
+            for name, value in self.trained_tensors().items():
+                value.copy_(self.best_weights[name])
+        self.method.end_task(self._importance_batches())
+        self.check_finite()
+        self.optimizer, self.best_weights = None, None
+
+        self.accuracies.append(self._measure_accuracies(self.task_index + 1))
+        if all(task.valid_x is not None for task in self.tasks):
+            self.valid_accuracies.append(self._measure_accuracies(self.task_index + 1, valid=True))
+        self.statistics.append(self.method.statistics())
+        self.emit(
+            {
+                "event": "task ended",
+                "task": self.task_index,
+                "name": self.task.name,
+                "accuracies": self.accuracies[-1],
+                "statistics": self.statistics[-1],
+            }
+        )
+        self.task_index += 1
+        self.epoch = 0
+
+    def _importance_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The training data in its stored order, for the method to measure importances on."""
+        size, task = self.config.batch_size, self.task
+        if not self.method.depends_on_batch_size:  # a forward pass alone takes less memory than a training step
+            size = max(size, min(2 * size, EVALUATION_BATCH))
+        for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
+            yield self.to_memory_format(task.prepare_inputs(x)), y
 
     # Position --------------------------------------------------------------------------------------------------------
 
@@ -118,152 +249,28 @@ class Trainer:
     def steps_per_epoch(self) -> int:
         return -(-self.examples // self.config.batch_size)
 
-    # The loop --------------------------------------------------------------------------------------------------------
-
-    def advance(self) -> bool:
-        """Do one unit of work; False once there is none left."""
-        if self.done:
-            return False
-        with ExitStack() as stack:
-            if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))  # streams and events belong to a device
-                stack.enter_context(tf32_for(self.config.precision))
-            if self.optimizer is None:
-                self._begin_task()
-            elif self.epoch < self.config.epochs:
-                self.engine.advance()
-            else:
-                self._end_task()
-        return True
-
-    def _begin_task(self) -> None:
-        task = self.task
-        torch.manual_seed(derive_seed(self.seed, self.task_index))
-        self.model.add_head(task.name, task.classes)
-        place_model(self.model, self.device, self.config)
-        self.optimizer = self.engine.make_optimizer()
-        self.method.begin_task(
-            task.name, self.optimizer, epochs=self.config.epochs, steps_per_epoch=self.steps_per_epoch
-        )
-        self.model.train()
-        self.best_loss, self.best_weights, self.stalled_epochs = math.inf, None, 0
-        self.losses.append([])
-        self.engine.start_task()
-        self.emit({"event": "task started", "task": self.task_index, "name": task.name})
-
-    def epoch_order(self, pin_memory: bool = False) -> Tensor:
-        """The rows of this epoch in their order: (examples,), drawn from the position alone, so without a state."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.task_index, self.epoch))
-        return torch.randperm(self.examples, generator=generator, pin_memory=pin_memory)
-
-    def train_step(self, rows: Tensor) -> None:
-        """One optimizer step on these rows of the training data; the method acts in the optimizer's hooks."""
-        assert self.optimizer is not None
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.training_loss(rows)
-        loss.backward()
-        self.optimizer.step()
-        self.loss_sum.add_(loss.detach(), alpha=len(rows))
-
-    def training_loss(self, rows: Tensor) -> Tensor:
-        """The mean loss of these rows of the training data."""
-        x, y = self.task.make_batch(rows)
-        try:
-            with self.engine.trunk_context(full_batch=len(rows) == self.config.batch_size):
-                return self.batch_loss(x, y, self.task.name)
-        except ValueError as error:
-            if len(rows) > 1:
-                raise
-            raise ValueError(
-                f"the last batch of task {self.task.name!r} is one example, which BatchNorm cannot learn from: use "
-                f"another batch_size than {self.config.batch_size} ({error})"
-            ) from error
-
-    def batch_loss(self, x: Tensor, y: Tensor, task: str) -> Tensor:
-        """The mean cross-entropy of a batch, and what the method adds to it."""
-        x = self.to_memory_format(x)
-        with self.autocast():
-            output = self.model(x, task)
-            loss = F.cross_entropy(output.float(), y)
-            adds_nothing = type(self.method).loss is Method.loss  # then spare the two kernels that add 0
-            return loss if adds_nothing else loss + self.method.loss(x, output)
-
-    def to_memory_format(self, x: Tensor) -> Tensor:
-        """Images channels last, if so configured."""
-        channels_last = self.config.channels_last and x.dim() == 4
-        return x.contiguous(memory_format=torch.channels_last) if channels_last else x
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of forward passes."""
-        if self.config.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-        return nullcontext()
-
-    def report_epoch(self, epoch: int, loss: float, valid_loss: float | None, rate: float) -> None:
-        """Record and emit the figures of an epoch; raise if one of them is not finite."""
-        if not math.isfinite(loss) or not math.isfinite(valid_loss or 0.0):
-            raise self._failure(epoch)
-        event: Event = {"event": "epoch", "task": self.task_index, "epoch": epoch, "lr": rate, "loss": loss}
-        if valid_loss is not None:
-            event["valid_loss"] = valid_loss
-        self.losses[-1].append(loss)
-        self.emit(event)
-
-    def _end_task(self) -> None:
-        self.engine.end_task()
-        if self.best_weights is not None:
-            for name, value in self.trained_tensors().items():
-                value.copy_(self.best_weights[name])
-        self.method.end_task(self._importance_batches())
-        self.check_finite()
-        self.optimizer, self.best_weights = None, None
-
-        self.accuracies.append(self._measure_accuracies(self.task_index + 1))
-        if all(task.valid_x is not None for task in self.tasks):
-            self.valid_accuracies.append(self._measure_accuracies(self.task_index + 1, valid=True))
-        self.statistics.append(self.method.statistics())
-        self.emit(
-            {
-                "event": "task ended",
-                "task": self.task_index,
-                "name": self.task.name,
-                "accuracies": self.accuracies[-1],
-                "statistics": self.statistics[-1],
-            }
-        )
-        self.task_index += 1
-        self.epoch = 0
-
-    def _importance_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The training data once more, in order, for the method to measure importances."""
-        size, task = self.config.batch_size, self.task
-        if not self.method.depends_on_batch_size:  # a forward pass alone takes less memory than a training step
-            size = max(size, min(2 * size, EVALUATION_BATCH))
-        for x, y in zip(task.train_x.split(size), task.train_y.split(size), strict=True):
-            yield self.to_memory_format(task.prepare_inputs(x)), y
-
     # What is trained -------------------------------------------------------------------------------------------------
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """All that training changes: the model's state, and what the method gave to the optimizer beside it."""
+        """All tensors that training changes: the model's state, and what the method added to the optimizer."""
         assert self.optimizer is not None
-        known = {id(parameter) for parameter in self.model.parameters()}
-        others = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        in_model = {id(parameter) for parameter in self.model.parameters()}
+        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in in_model]
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
-        return trained | {f"method/{index}": p.detach() for index, p in enumerate(others)}
+        return trained | {f"method/{index}": p.detach() for index, p in enumerate(added)}
 
     def check_finite(self) -> None:
         """Raise if the loss or a weight is no longer finite."""
         if not self.all_finite():
-            raise self._failure(self.epoch)
+            raise self._make_divergence_error(self.epoch)
 
     def all_finite(self) -> Tensor:
-        """Whether the epoch's loss and all weights are finite: both, as the last step may break a weight."""
+        """Whether the epoch's loss and all weights are finite: the last step may break a weight."""
         norms = torch._foreach_norm([p for p in self.model.parameters() if p.is_floating_point()])
         return torch.isfinite(torch.stack([self.loss_sum, *norms])).all()
 
-    def _failure(self, epoch: int) -> TrainingFailed:
+    def _make_divergence_error(self, epoch: int) -> TrainingFailed:
         return TrainingFailed(
             f"the loss or a weight became infinite or NaN in task {self.task_index + 1} ({self.task.name}), "
             f"epoch {epoch + 1}; a lower learning rate than {self.config.lr:g} may help"
@@ -342,9 +349,9 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; this trainer, its model and its method must be new."""
-        begun = state["task"] + (state["optimizer"] is not None)
-        for task in self.tasks[:begun]:
+        """Continue from a saved `state`; this trainer, its model and its method must be newly made."""
+        tasks_begun = state["task"] + (state["optimizer"] is not None)
+        for task in self.tasks[:tasks_begun]:
             self.model.add_head(task.name, task.classes)
         place_model(self.model, self.device, self.config)
         self.model.load_state_dict(state["model"])
@@ -370,7 +377,7 @@ class Trainer:
 
 
 def place_model(model: MultiHead, device: torch.device | str, config: TrainingConfig) -> MultiHead:
-    """Move the model to its device, and to channels last if so configured."""
+    """Move the model to its device, and to channels last if configured."""
     model.to(device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
