@@ -105,10 +105,10 @@ def measure_steps_in_turns(rounds: int) -> dict[str, Any]:
     names = {name: partial(str, name) for name in pipes}
     rows: dict[str, Any] = {}
     for name, pairs in take_turns(names.pop("plain"), names, rounds, "cpu", clock=clock).items():
-        found = compared(pairs)
-        rows.setdefault("plain", {"way": WAYS["cpu"]["plain"], "ms_per_step": found["plain_milliseconds"]["median"]})
-        rows[name] = {"way": WAYS["cpu"][name], "ms_per_step": found["milliseconds"]["median"], **found}
-        print(f"{name:42} {rows[name]['ms_per_step']:8.1f} ms, {1 / found['ratio']['median']:.2f} times as fast")
+        results = compared(pairs)
+        rows.setdefault("plain", {"way": WAYS["cpu"]["plain"], "ms_per_step": results["plain_milliseconds"]["median"]})
+        rows[name] = {"way": WAYS["cpu"][name], "ms_per_step": results["milliseconds"]["median"], **results}
+        print(f"{name:42} {rows[name]['ms_per_step']:8.1f} ms, {1 / results['ratio']['median']:.2f} times as fast")
     for pipe in pipes.values():
         pipe.send(False)
     return rows
@@ -165,11 +165,11 @@ def profile_step(way: dict[str, Any], device: str, sequence: tasks.TaskSequence)
         for _ in range(STEPS):
             step.replay()
         torch.cuda.synchronize()
-    found = dict.fromkeys([name for name, _ in PARTS] + ["others"], 0.0)
+    results = dict.fromkeys([name for name, _ in PARTS] + ["others"], 0.0)
     rows = profiled.key_averages()
     for row in rows:
-        found[classify_kernel(row.key)] += row.device_time_total / STEPS
-    return {"microseconds": found, "kernels": sum(row.count for row in rows) / STEPS}
+        results[classify_kernel(row.key)] += row.device_time_total / STEPS
+    return {"microseconds": results, "kernels": sum(row.count for row in rows) / STEPS}
 
 
 STEPS = 10
@@ -209,9 +209,9 @@ def measure_process(device: str) -> dict[str, Any]:
             start = time.perf_counter()
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
             out = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
-            found = {"process_seconds": time.perf_counter() - start, **json.loads(out.splitlines()[-1])}
-            print(f"alone: {found['process_seconds']:.1f} s, {found['seconds']:.1f} s of it the run", flush=True)
-            return found
+            results = {"process_seconds": time.perf_counter() - start, **json.loads(out.splitlines()[-1])}
+            print(f"alone: {results['process_seconds']:.1f} s, {results['seconds']:.1f} s of it the run", flush=True)
+            return results
 
         first, *rest = (process() for _ in range(4))
     again = sorted(rest, key=lambda run: float(run["process_seconds"]))[1]
@@ -237,26 +237,28 @@ def compare_outcomes(seeds: int, device: str, epochs: int, jobs: int) -> dict[st
     work = [(seed, device, way, epochs) for way in ways.values() for seed in range(seeds)]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         runs = pool.starmap(execute_whole_run, work, chunksize=1)
-    found = {}
+    results = {}
     for number, name in enumerate(ways):
-        mine = runs[number * seeds : (number + 1) * seeds]
-        found[name] = {key: summarize_values([run[key] for run in mine]) for key in ("average_accuracy", "forgetting")}
-        print(name, found[name], flush=True)
-    return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": found}
+        way_runs = runs[number * seeds : (number + 1) * seeds]
+        results[name] = {
+            key: summarize_values([run[key] for run in way_runs]) for key in ("average_accuracy", "forgetting")
+        }
+        print(name, results[name], flush=True)
+    return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": results}
 
 
 def measure_whole_runs(seeds: int, device: str, way: dict[str, Any], mps: bool) -> dict[str, Any]:
     """By themselves, here once all is at hand, and several side by side."""
-    found: dict[str, Any] = {"alone": measure_process(device)}
+    results: dict[str, Any] = {"alone": measure_process(device)}
     execute_whole_run(0, device, way, epochs=1)
-    found["whole"] = execute_whole_run(0, device, way)
-    print(found["whole"], flush=True)
+    results["whole"] = execute_whole_run(0, device, way)
+    print(results["whole"], flush=True)
     start = time.perf_counter()
     with mps_daemon(mps), multiprocessing.get_context("spawn").Pool(seeds) as pool:
         runs = pool.starmap(execute_whole_run, [(seed, device, way) for seed in range(seeds)])
-    found["side_by_side"] = {"seconds": time.perf_counter() - start, "mps": mps, "runs": runs}
-    print(found["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
-    return found
+    results["side_by_side"] = {"seconds": time.perf_counter() - start, "mps": mps, "runs": runs}
+    print(results["side_by_side"]["seconds"], [(run["seconds"], run["average_accuracy"]) for run in runs], flush=True)
+    return results
 
 
 def main() -> None:
@@ -288,20 +290,20 @@ def main() -> None:
         print(json.dumps(execute_whole_run(0, device, way)))
         return
     if arguments.agree:
-        found = compare_outcomes(arguments.agree, device, arguments.epochs, arguments.jobs)
-        record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), found)
+        results = compare_outcomes(arguments.agree, device, arguments.epochs, arguments.jobs)
+        record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), results)
         return
-    found: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS}
+    results: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS}
     if arguments.whole:
-        found |= measure_whole_runs(arguments.whole, device, way, arguments.mps)
-        record(arguments.out or Path(f"results/benchmarks/whole_{device}.json"), found)
+        results |= measure_whole_runs(arguments.whole, device, way, arguments.mps)
+        record(arguments.out or Path(f"results/benchmarks/whole_{device}.json"), results)
         return
     start = time.perf_counter()
     sequence = tasks.load(PRESET, seed=0)
     print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
     if device == "cpu":
-        found |= {"rounds": arguments.rounds, "ways": measure_steps_in_turns(arguments.rounds)}
-        record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
+        results |= {"rounds": arguments.rounds, "ways": measure_steps_in_turns(arguments.rounds)}
+        record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), results)
         return
     rows = {}
     for name, tried in WAYS[device].items():
@@ -311,10 +313,10 @@ def main() -> None:
         except Exception as error:
             rows[name] = {"way": tried, "failed": f"{type(error).__name__}: {error}"}
             print(f"{name:42} failed: {rows[name]['failed'][:1500]}", flush=True)
-    found |= {"epochs": arguments.epochs, "ways": rows}
-    found["step"] = profile_step(FAST, device, sequence)
-    print(found["step"], flush=True)
-    record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), found)
+    results |= {"epochs": arguments.epochs, "ways": rows}
+    results["step"] = profile_step(FAST, device, sequence)
+    print(results["step"], flush=True)
+    record(arguments.out or Path(f"results/benchmarks/fast_{device}.json"), results)
 
 
 if __name__ == "__main__":
