@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,15 @@ import torch
 from measured import commit, record
 
 import agscl
-from agscl.testing import NETWORKS, OPTIMIZERS, Cell, ContractBroken, check_method, forgetting_of, measure
+from agscl.testing import (
+    NETWORKS,
+    OPTIMIZERS,
+    ContractBroken,
+    DigitsLoop,
+    check_method,
+    mean_forgetting,
+    measure_forgetting,
+)
 
 SETTINGS = Path(__file__).parents[1] / "tests" / "contract" / "settings.json"
 FIRST_SEARCH_SEED = 1000
@@ -80,10 +89,11 @@ def score(job: tuple[Place, dict[str, Any], int]) -> Mark:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        matrix = Cell(network, optimizer, seed).accuracies(lambda model: getattr(agscl, name)(model, **settings))
+        loop = DigitsLoop(network, optimizer, seed)
+        matrix = loop.accuracy_matrix(partial(loop.make_method, getattr(agscl, name), settings=settings))
     except FloatingPointError:  # it diverged
         return 0.0, 1.0
-    return sum(matrix[-1]) / len(matrix), forgetting_of(matrix)
+    return sum(matrix[-1]) / len(matrix), mean_forgetting(matrix)
 
 
 def search(pool: Any, places: list[Place], seeds: range) -> dict[Place, dict[str, Any]]:
@@ -134,15 +144,17 @@ def cell(job: tuple[str, str, str, dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"method": name, "network": network, "optimizer": optimizer, "settings": settings}
     row["commit"] = commit()
     try:
-        check_method(getattr(agscl, name), settings, network=network, optimizer=optimizer, least_saved=None)
+        check_method(getattr(agscl, name), settings, network=network, optimizer=optimizer, min_saved=None)
         row["checks"] = "passed"
     except (ContractBroken, FloatingPointError) as broken:
         row["checks"] = str(broken)
     try:
-        report = measure(getattr(agscl, name), settings, network=network, optimizer=optimizer, seeds=range(3))
+        report = measure_forgetting(
+            getattr(agscl, name), settings, network=network, optimizer=optimizer, seeds=range(3)
+        )
     except FloatingPointError as diverged:
         return {**row, "saved": None, "complaint": str(diverged)}
-    row |= {**asdict(report), "saved": report.saved, "complaint": report.complaint(0.5)}
+    row |= {**asdict(report), "saved": report.saved, "complaint": report.find_failure(0.5)}
     print(
         f"{name:8} {network:9} {optimizer:6} saved {report.saved:.2f} {row['checks']} {row['complaint'] or ''}",
         flush=True,

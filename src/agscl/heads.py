@@ -1,4 +1,4 @@
-"""`MultiHead`: any trunk with one head per task; and where the heads of a model are, whoever wrote it."""
+"""`MultiHead`: any trunk with one head per task; `Heads`: where the heads of any model are."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ HeadPlace = str | Callable[[nn.Module, str], nn.Module]
 def check_task_name(task: str) -> None:
     """Raise ValueError for a string that cannot name a task: its head becomes an attribute of a module."""
     if not isinstance(task, str) or not task or "." in task:
-        raise ValueError(f"A task's name is a non-empty string without dots; {task!r} is not.")
+        raise ValueError(f"A task's name must be a non-empty string without dots, not {task!r}.")
     if hasattr(nn.ModuleDict(), task):
-        raise ValueError(f"{task!r} cannot be a task's name: modules have an attribute of that name.")
+        raise ValueError(
+            f"{task!r} cannot be a task's name: torch modules have an attribute of that name. Choose another."
+        )
 
 
 def make_task_names(names: Iterable[str]) -> list[str]:
@@ -48,7 +50,7 @@ class MultiHead(nn.Module):
     >>> model.add_head("pong", {"actor": 6, "critic": 1})  # model(x, "pong") then returns a dict
     >>> logits = model(x, "birds")
 
-    A linear head that is added before the trunk ever ran takes its number of inputs at the first forward pass.
+    A linear head that is added before the first forward pass gets its number of inputs there.
     """
 
     def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
@@ -76,10 +78,10 @@ class MultiHead(nn.Module):
             return outputs
         if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 1:
             raise ValueError(f"The head of task {task!r} needs a positive number of outputs, not {outputs!r}.")
-        place = next(self.trunk.parameters(), torch.empty(0))
+        like = next(self.trunk.parameters(), torch.empty(0))
         if self.features is None:
-            return nn.LazyLinear(outputs, device=place.device, dtype=place.dtype)
-        return nn.Linear(self.features, outputs, device=place.device, dtype=place.dtype)
+            return nn.LazyLinear(outputs, device=like.device, dtype=like.dtype)
+        return nn.Linear(self.features, outputs, device=like.device, dtype=like.dtype)
 
     def forward(self, x: Any, task: str) -> Any:
         try:
@@ -128,7 +130,9 @@ class Heads:
                     f"It has: {', '.join(name for name, _ in model.named_children())}."
                 ) from None
         elif not callable(place):
-            raise ValueError(f"heads is the name of a module or a function (model, task) -> module, not {place!r}.")
+            raise ValueError(
+                f"heads must be the name of a module or a function (model, task) -> module, not {place!r}."
+            )
 
     @property
     def is_shared(self) -> bool:
@@ -178,8 +182,8 @@ class Heads:
 
     def other_parameters(self, task: str, tasks: Sequence[str]) -> Iterator[nn.Parameter]:
         """Parameters of the heads of every other task."""
-        own = {id(p) for p in self.get_head(task, tasks).parameters()}
-        return (p for p in self.parameters(tasks).values() if id(p) not in own)
+        own_head = {id(p) for p in self.get_head(task, tasks).parameters()}
+        return (p for p in self.parameters(tasks).values() if id(p) not in own_head)
 
     def modules(self, tasks: Sequence[str]) -> set[int]:
         """Ids of all modules within the heads of `tasks`."""
@@ -206,7 +210,7 @@ class Heads:
 
     @property
     def takes_task(self) -> bool:
-        """Whether the model's forward pass is told the task."""
+        """Whether the model's forward pass has an argument for the task."""
         return self.task_position is not None
 
     def call_model(self, inputs: Any, task: str, tasks: Sequence[str], model: Callable[..., Any] | None = None) -> Any:
@@ -232,9 +236,9 @@ class Heads:
     ) -> str | None:
         """The task, one of `tasks`, that a call of the model is for: `default` where it names none."""
         position = self.task_position
-        named = args[position] if position is not None and position < len(args) else kwargs.get("task")
-        if isinstance(named, str):
-            return named if named in tasks else None
-        if self.is_list and isinstance(named, int) and 0 <= named < len(tasks):
-            return tasks[named]
+        argument = args[position] if position is not None and position < len(args) else kwargs.get("task")
+        if isinstance(argument, str):
+            return argument if argument in tasks else None
+        if self.is_list and isinstance(argument, int) and 0 <= argument < len(tasks):
+            return tasks[argument]
         return default

@@ -1,7 +1,7 @@
-"""The contract every method passes, public so that you can hold a method of your own to it.
+"""The contract that every method passes, public so that you can check a method of your own.
 
 >>> from agscl.testing import check_method
->>> check_method(MyMethod, {"strength": 3.0}, idle={"strength": 0.0})
+>>> check_method(MyMethod, {"strength": 3.0}, idle_settings={"strength": 0.0})
 
 Real handwritten digits (scikit-learn's) as five tasks of two classes, networks of at least 64 nodes, three optimizers,
 and a plain training loop. A check that fails raises `ContractBroken` with what was expected and what came.
@@ -32,23 +32,23 @@ __all__ = [
     "CHECKS",
     "NETWORKS",
     "OPTIMIZERS",
-    "Cell",
     "ContractBroken",
+    "DigitsLoop",
     "Report",
     "check_method",
-    "forgetting_of",
-    "measure",
+    "mean_forgetting",
+    "measure_forgetting",
 ]
 
-BATCH = 32
-LEAST_LOSS = 0.15  # what fine-tuning must lose for a cell to mean anything
+BATCH_SIZE = 32
+MIN_FORGETTING = 0.15  # accuracy that fine-tuning must lose, or a comparison with it shows nothing
 
 
 class ContractBroken(AssertionError):
     """A method does not do what every method must."""
 
 
-# The cells ------------------------------------------------------------------------------------------------------------
+# Networks, optimizers, loop -------------------------------------------------------------------------------------------
 
 
 def _mlp() -> nn.Module:
@@ -76,13 +76,13 @@ class _Residual(nn.Module):
         self.a2, self.a2_norm = nn.Conv2d(narrow, narrow, 3, padding=1, bias=False), nn.BatchNorm2d(narrow)
         self.b1, self.b1_norm = nn.Conv2d(narrow, wide, 3, 2, 1, bias=False), nn.BatchNorm2d(wide)
         self.b2, self.b2_norm = nn.Conv2d(wide, wide, 3, padding=1, bias=False), nn.BatchNorm2d(wide)
-        self.way, self.way_norm = nn.Conv2d(narrow, wide, 1, 2, bias=False), nn.BatchNorm2d(wide)
+        self.shortcut, self.shortcut_norm = nn.Conv2d(narrow, wide, 1, 2, bias=False), nn.BatchNorm2d(wide)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.stem_norm(self.stem(x)))
         x = F.relu(x + self.a2_norm(self.a2(F.relu(self.a1_norm(self.a1(x))))))
         inner = self.b2_norm(self.b2(F.relu(self.b1_norm(self.b1(x)))))
-        return F.relu(self.way_norm(self.way(x)) + inner).mean((2, 3))
+        return F.relu(self.shortcut_norm(self.shortcut(x)) + inner).mean((2, 3))
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def _adamw(parameters: Iterator[nn.Parameter]) -> Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {"adam": _adam, "sgd": _sgd, "adamw": _adamw}
 
-Make = Callable[[MultiHead], Method]
+MakeMethod = Callable[[MultiHead], Method]
 
 
 @dataclass
-class Cell:
-    """One network with one optimizer and one seed, and a plain loop over the digits."""
+class DigitsLoop:
+    """A plain training loop over the digits, with one network, one optimizer and one seed."""
 
     network: str
     optimizer: str
@@ -128,13 +128,13 @@ class Cell:
         self.tasks = load("digits", seed=self.seed)
         self.epochs = NETWORKS[self.network].epochs
 
-    def model(self) -> MultiHead:
+    def make_model(self) -> MultiHead:
         torch.manual_seed(self.seed)
         model = MultiHead(NETWORKS[self.network].make())
-        model(self.tasks[0].train_x[:2].view(-1, 1, 8, 8), self._head(model, 0))
+        model(self.tasks[0].train_x[:2].view(-1, 1, 8, 8), self.ensure_head(model, 0))
         return model
 
-    def _head(self, model: MultiHead, number: int) -> str:
+    def ensure_head(self, model: MultiHead, number: int) -> str:
         task = self.tasks[number]
         if task.name not in model.heads:
             torch.manual_seed(1000 * self.seed + number)
@@ -142,23 +142,23 @@ class Cell:
         return task.name
 
     def make_method(self, method: type[Method], model: MultiHead, settings: Mapping[str, Any]) -> Method:
-        """A method on the cell's model; one that knows the nodes is given an example input."""
+        """Make the method on `model`; a `NodeMethod` gets an example input."""
         if issubclass(method, NodeMethod):
             return method(model, self.tasks[0].train_x[:2].view(-1, 1, 8, 8), **settings)
         return method(model, **settings)
 
-    def optimizer_of(self, model: MultiHead) -> Optimizer:
+    def make_optimizer(self, model: MultiHead) -> Optimizer:
         return OPTIMIZERS[self.optimizer](model.parameters())
 
     def batches(self, number: int, epoch: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """The task's batches in the epoch's order, or as they lie."""
+        """The task's batches, shuffled for `epoch`, or in the order of the data."""
         task = self.tasks[number]
         rows = torch.arange(len(task.train_y))
         if epoch is not None:
             rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(97 * number + epoch))
-        return [(task.train_x[part].view(-1, 1, 8, 8), task.train_y[part]) for part in rows.split(BATCH)]
+        return [(task.train_x[part].view(-1, 1, 8, 8), task.train_y[part]) for part in rows.split(BATCH_SIZE)]
 
-    def learn(
+    def train_task(
         self,
         model: MultiHead,
         method: Method,
@@ -171,18 +171,20 @@ class Cell:
         end: bool = True,
         closure: bool = False,
     ) -> None:
-        """Learn task `number`, or only some of its `steps`, as anybody's loop would."""
-        epochs, task = epochs or self.epochs, self._head(model, number)
-        each = len(self.batches(number))
+        """Train task `number`, or only some of its `steps`, as a user's loop would."""
+        epochs, task = epochs or self.epochs, self.ensure_head(model, number)
+        steps_per_epoch = len(self.batches(number))
         if begin:
             torch.manual_seed(self.seed)
-            method.begin_task(task, optimizer, epochs=epochs, steps_per_epoch=each)
+            method.begin_task(task, optimizer, epochs=epochs, steps_per_epoch=steps_per_epoch)
         model.train()
-        for step in steps if steps is not None else range(epochs * each):
-            x, y = self.batches(number, step // each)[step % each]
+        for step in steps if steps is not None else range(epochs * steps_per_epoch):
+            x, y = self.batches(number, step // steps_per_epoch)[step % steps_per_epoch]
 
             def backward(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad(set_to_none=False)  # zeros let momentum and decay move what is not held still
+                optimizer.zero_grad(
+                    set_to_none=False
+                )  # with zero gradients momentum and decay still move what is not frozen
                 output = model(x, task)
                 loss = F.cross_entropy(output, y) + method.loss(x, output)
                 loss.backward()
@@ -193,7 +195,7 @@ class Cell:
             else:
                 backward()
                 optimizer.step()
-            if step % each == each - 1:
+            if step % steps_per_epoch == steps_per_epoch - 1:
                 method.end_epoch()
         if end:
             method.end_task(self.batches(number, epochs))
@@ -206,20 +208,20 @@ class Cell:
             output = model(task.test_x.view(-1, 1, 8, 8), task.name)
         return float((output.argmax(1) == task.test_y).float().mean())
 
-    def accuracies(self, make: Make) -> list[list[float]]:
+    def accuracy_matrix(self, make: MakeMethod) -> list[list[float]]:
         """A[i][j]: accuracy on task j after learning task i."""
-        model = self.model()
-        method, optimizer = make(model), self.optimizer_of(model)
+        model = self.make_model()
+        method, optimizer = make(model), self.make_optimizer(model)
         matrix = []
         for number in range(len(self.tasks)):
-            self.learn(model, method, optimizer, number)
+            self.train_task(model, method, optimizer, number)
             matrix.append([self.accuracy(model, method, old) for old in range(number + 1)])
         method.close()
         return matrix
 
 
-def forgetting_of(matrix: Sequence[Sequence[float]]) -> float:
-    """What was lost of the tasks before the last, on average, since each was learned."""
+def mean_forgetting(matrix: Sequence[Sequence[float]]) -> float:
+    """Accuracy lost since each task was learned, averaged over the tasks before the last."""
     last = len(matrix) - 1
     return sum(matrix[j][j] - matrix[last][j] for j in range(last)) / last
 
@@ -227,80 +229,80 @@ def forgetting_of(matrix: Sequence[Sequence[float]]) -> float:
 # The checks -----------------------------------------------------------------------------------------------------------
 
 
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+def _differing_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors that differ in a bit."""
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def _bits(model: nn.Module) -> dict[str, Tensor]:
+def _copy_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def _two_tasks(cell: Cell, make: Make, closure: bool) -> dict[str, Tensor]:
-    model = cell.model()
-    method, optimizer = make(model), cell.optimizer_of(model)
+def _train_two_tasks(loop: DigitsLoop, make: MakeMethod, closure: bool) -> dict[str, Tensor]:
+    model = loop.make_model()
+    method, optimizer = make(model), loop.make_optimizer(model)
     for number in range(2):
-        cell.learn(model, method, optimizer, number, epochs=4, closure=closure)
+        loop.train_task(model, method, optimizer, number, epochs=4, closure=closure)
     method.close()
-    return _bits(model)
+    return _copy_state(model)
 
 
-def a_closure_gives_the_same_weights(cell: Cell, make: Make) -> None:
-    if names := _same(_two_tasks(cell, make, False), _two_tasks(cell, make, True)):
-        raise ContractBroken(f"step() and step(closure) gave other weights: {', '.join(names[:3])}")
+def a_closure_gives_the_same_weights(loop: DigitsLoop, make: MakeMethod) -> None:
+    if names := _differing_tensors(_train_two_tasks(loop, make, False), _train_two_tasks(loop, make, True)):
+        raise ContractBroken(f"step() and step(closure) gave different weights: {', '.join(names[:3])}")
 
 
-def resuming_in_the_middle_of_a_task_changes_no_bit(cell: Cell, make: Make) -> None:
-    def run(at: int | None) -> dict[str, Tensor]:
-        model = cell.model()
-        method, optimizer = make(model), cell.optimizer_of(model)
-        cell.learn(model, method, optimizer, 0, epochs=4)
-        whole = range(4 * len(cell.batches(1)))
-        if at is None:
-            cell.learn(model, method, optimizer, 1, epochs=4)
+def resuming_in_the_middle_of_a_task_changes_no_bit(loop: DigitsLoop, make: MakeMethod) -> None:
+    def run(interrupt_at: int | None) -> dict[str, Tensor]:
+        model = loop.make_model()
+        method, optimizer = make(model), loop.make_optimizer(model)
+        loop.train_task(model, method, optimizer, 0, epochs=4)
+        steps = range(4 * len(loop.batches(1)))
+        if interrupt_at is None:
+            loop.train_task(model, method, optimizer, 1, epochs=4)
         else:
-            cell.learn(model, method, optimizer, 1, epochs=4, steps=whole[:at], end=False)
+            loop.train_task(model, method, optimizer, 1, epochs=4, steps=steps[:interrupt_at], end=False)
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), method.state_dict()))
-            random = torch.get_rng_state()
+            rng_state = torch.get_rng_state()
             method.close()
-            heads = [cell.tasks[0].name, cell.tasks[1].name]
-            model = cell.model()
+            heads = [loop.tasks[0].name, loop.tasks[1].name]
+            model = loop.make_model()
             for number in range(2):
-                cell._head(model, number)
+                loop.ensure_head(model, number)
             model.load_state_dict(saved[0])
-            optimizer = cell.optimizer_of(model)
+            optimizer = loop.make_optimizer(model)
             assert list(model.heads) == heads
             method = make(model)
             method.load_state_dict(saved[2], optimizer)
             optimizer.load_state_dict(saved[1])
-            torch.set_rng_state(random)
-            cell.learn(model, method, optimizer, 1, epochs=4, steps=whole[at:], begin=False)
-        cell.learn(model, method, optimizer, 2, epochs=2)
+            torch.set_rng_state(rng_state)
+            loop.train_task(model, method, optimizer, 1, epochs=4, steps=steps[interrupt_at:], begin=False)
+        loop.train_task(model, method, optimizer, 2, epochs=2)
         method.close()
-        return _bits(model)
+        return _copy_state(model)
 
-    if names := _same(run(None), run(2 * len(cell.batches(1)) + 3)):
-        raise ContractBroken(f"after resuming in the middle of a task these came out other: {', '.join(names[:3])}")
+    if names := _differing_tensors(run(None), run(2 * len(loop.batches(1)) + 3)):
+        raise ContractBroken(f"resuming in the middle of a task changed {', '.join(names[:3])}")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for key, part in value.items():
             if key != "generator":  # its state
-                yield from _tensors(part)
+                yield from _iterate_tensors(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from _iterate_tensors(part)
 
 
-def memory_reported_is_memory_held(cell: Cell, make: Make) -> None:
-    model = cell.model()
-    method, optimizer = make(model), cell.optimizer_of(model)
+def memory_reported_is_memory_held(loop: DigitsLoop, make: MakeMethod) -> None:
+    model = loop.make_model()
+    method, optimizer = make(model), loop.make_optimizer(model)
     for number in range(2):
-        cell.learn(model, method, optimizer, number, epochs=2)
-        held = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(method.state_dict()))
+        loop.train_task(model, method, optimizer, number, epochs=2)
+        held = sum(tensor.numel() * tensor.element_size() for tensor in _iterate_tensors(method.state_dict()))
         reported = method.memory()["bytes"] - method.memory().get("digests", 0)
         if held != reported:
             raise ContractBroken(
@@ -309,43 +311,43 @@ def memory_reported_is_memory_held(cell: Cell, make: Make) -> None:
     method.close()
 
 
-def nothing_is_left_behind(cell: Cell, make: Make) -> None:
-    model = cell.model()
-    cell._head(model, 1)
+def nothing_is_left_behind(loop: DigitsLoop, make: MakeMethod) -> None:
+    model = loop.make_model()
+    loop.ensure_head(model, 1)
     keys = list(model.state_dict())
     required = [p.requires_grad for p in model.parameters()]
-    method, optimizer = make(model), cell.optimizer_of(model)
-    cell.learn(model, method, optimizer, 0, epochs=1)
-    cell.learn(model, method, optimizer, 1, epochs=1, steps=range(3), end=False)
+    method, optimizer = make(model), loop.make_optimizer(model)
+    loop.train_task(model, method, optimizer, 0, epochs=1)
+    loop.train_task(model, method, optimizer, 1, epochs=1, steps=range(3), end=False)
     if list(model.state_dict()) != keys:
-        raise ContractBroken("the model's state_dict has other keys than before")
+        raise ContractBroken("the method changed the keys of the model's state_dict")
     method.close()
     hooks = [name for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks]
     if hooks or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ContractBroken(f"close() left hooks behind, on {', '.join(hooks) or 'the optimizer'}")
     if [p.requires_grad for p in model.parameters()] != required:
-        raise ContractBroken("close() did not give requires_grad back")
+        raise ContractBroken("close() did not restore requires_grad")
     if any("forward" in vars(module) for module in model.modules()):
-        raise ContractBroken("close() left a changed forward behind")
+        raise ContractBroken("close() left a replaced forward on a module")
 
 
-def old_heads_stay_put(cell: Cell, make: Make) -> None:
-    model = cell.model()
-    method, optimizer = make(model), cell.optimizer_of(model)
-    cell.learn(model, method, optimizer, 0, epochs=2)
-    old = _bits(model.heads[cell.tasks[0].name])
-    cell.learn(model, method, optimizer, 1, epochs=2)
+def old_heads_stay_put(loop: DigitsLoop, make: MakeMethod) -> None:
+    model = loop.make_model()
+    method, optimizer = make(model), loop.make_optimizer(model)
+    loop.train_task(model, method, optimizer, 0, epochs=2)
+    old = _copy_state(model.heads[loop.tasks[0].name])
+    loop.train_task(model, method, optimizer, 1, epochs=2)
     method.close()
-    if names := _same(old, _bits(model.heads[cell.tasks[0].name])):
-        raise ContractBroken(f"the first task's head moved during the second: {', '.join(names)}")
+    if names := _differing_tensors(old, _copy_state(model.heads[loop.tasks[0].name])):
+        raise ContractBroken(f"training the second task changed the head of the first: {', '.join(names)}")
 
 
-def certificates_hold(cell: Cell, make: Make) -> None:
-    model = cell.model()
-    method, optimizer = make(model), cell.optimizer_of(model)
+def certificates_hold(loop: DigitsLoop, make: MakeMethod) -> None:
+    model = loop.make_model()
+    method, optimizer = make(model), loop.make_optimizer(model)
     certificates = []
     for number in range(3):
-        cell.learn(model, method, optimizer, number, epochs=4)
+        loop.train_task(model, method, optimizer, number, epochs=4)
         certificates.append(method.certificate())
     method.close()
     verdict = verify(certificates, model.state_dict())
@@ -353,7 +355,7 @@ def certificates_hold(cell: Cell, make: Make) -> None:
         raise ContractBroken(f"its certificates do not hold: {'; '.join(verdict.lines)}")
 
 
-CHECKS: dict[str, Callable[[Cell, Make], None]] = {
+CHECKS: dict[str, Callable[[DigitsLoop, MakeMethod], None]] = {
     "closure": a_closure_gives_the_same_weights,
     "resume": resuming_in_the_middle_of_a_task_changes_no_bit,
     "memory": memory_reported_is_memory_held,
@@ -365,7 +367,7 @@ CHECKS: dict[str, Callable[[Cell, Make], None]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a method did in one cell, per seed."""
+    """Forgetting and accuracy of a method and of fine-tuning, per seed."""
 
     network: str
     optimizer: str
@@ -376,16 +378,19 @@ class Report:
 
     @property
     def saved(self) -> float:
-        """The share of fine-tuning's loss that the method saved, over all seeds."""
+        """The share of fine-tuning's forgetting that the method avoided, over all seeds."""
         return 1 - sum(self.method_lost) / sum(self.fine_tuning_lost)
 
-    def complaint(self, least_saved: float) -> str | None:
-        """What is wrong with it, if anything."""
+    def find_failure(self, min_saved: float) -> str | None:
+        """Why the method fails the contract; None if it passes."""
         lost = sum(self.fine_tuning_lost) / len(self.fine_tuning_lost)
-        if lost < LEAST_LOSS:
-            return f"fine-tuning lost only {100 * lost:.1f} points here, so nothing is shown"
-        if self.saved < least_saved:
-            return f"saved {100 * self.saved:.0f} % of the {100 * lost:.1f} points that fine-tuning lost"
+        if lost < MIN_FORGETTING:
+            return f"fine-tuning lost only {100 * lost:.1f} points here, so the comparison shows nothing"
+        if self.saved < min_saved:
+            return (
+                f"avoided {100 * self.saved:.0f} % of the {100 * lost:.1f} points that fine-tuning lost; at least "
+                f"{100 * min_saved:.0f} % are required"
+            )
         if sum(self.method_average) <= sum(self.fine_tuning_average):
             return "forgot less than fine-tuning only because it learned less: its average accuracy is no better"
         return None
@@ -398,69 +403,68 @@ def check_method(
     network: str = "mlp",
     optimizer: str = "adam",
     seeds: int = 3,
-    least_saved: float | None = 0.5,
-    idle: Mapping[str, Any] | None = None,
+    min_saved: float | None = 0.5,
+    idle_settings: Mapping[str, Any] | None = None,
     checks: Sequence[str] = tuple(CHECKS),
 ) -> Report | None:
-    """Hold a method to the contract in one cell; raises `ContractBroken` where it fails.
+    """Check a method against the contract with one network and optimizer; raises `ContractBroken` where it fails.
 
-    `settings` are the method's own. `idle` are settings with which it does nothing: it must then warn. With
-    `least_saved=None` only the cheap `checks` run; otherwise the method must save that share of what fine-tuning loses.
+    `settings` are the method's own. With `idle_settings` it does nothing, and must warn. With `min_saved=None` only the
+    cheap `checks` run; otherwise the method must also avoid that share of fine-tuning's forgetting.
     """
-
-    cell = Cell(network, optimizer)
+    loop = DigitsLoop(network, optimizer)
 
     def make(model: MultiHead) -> Method:
-        return cell.make_method(method, model, settings or {})
+        return loop.make_method(method, model, settings or {})
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SelfCheckWarning)
         for name in checks:
             try:
-                CHECKS[name](cell, make)
+                CHECKS[name](loop, make)
             except ContractBroken as broken:
                 raise ContractBroken(f"{method.__name__}, {network}, {optimizer}: {broken}") from None
-    if idle is not None:
-        _check_idle(cell, method, {**(settings or {}), **idle})
-    if least_saved is None:
+    if idle_settings is not None:
+        _check_warns_when_idle(loop, method, {**(settings or {}), **idle_settings})
+    if min_saved is None:
         return None
-    report = measure(method, settings or {}, network=network, optimizer=optimizer, seeds=range(seeds))
-    if complaint := report.complaint(least_saved):
-        raise ContractBroken(f"{method.__name__}, {network}, {optimizer}, {seeds} seeds: {complaint}")
+    report = measure_forgetting(method, settings or {}, network=network, optimizer=optimizer, seeds=range(seeds))
+    if failure := report.find_failure(min_saved):
+        raise ContractBroken(f"{method.__name__}, {network}, {optimizer}, {seeds} seeds: {failure}")
     return report
 
 
-def measure(
+def measure_forgetting(
     method: type[Method], settings: Mapping[str, Any], *, network: str, optimizer: str, seeds: Iterable[int]
 ) -> Report:
-    """Learn the five tasks with fine-tuning and with the method."""
+    """Train the five tasks with fine-tuning and with the method."""
     report = Report(network, optimizer, [], [], [], [])
     for seed in seeds:
-        cell = Cell(network, optimizer, seed)
+        loop = DigitsLoop(network, optimizer, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SelfCheckWarning)
-            plain = _fine_tuning(network, optimizer, seed)
-            guarded = cell.accuracies(partial(cell.make_method, method, settings=settings))
-        report.fine_tuning_lost.append(forgetting_of(plain))
-        report.method_lost.append(forgetting_of(guarded))
-        report.fine_tuning_average.append(sum(plain[-1]) / len(plain))
-        report.method_average.append(sum(guarded[-1]) / len(guarded))
+            fine_tuning_matrix = _measure_fine_tuning(network, optimizer, seed)
+            method_matrix = loop.accuracy_matrix(partial(loop.make_method, method, settings=settings))
+        report.fine_tuning_lost.append(mean_forgetting(fine_tuning_matrix))
+        report.method_lost.append(mean_forgetting(method_matrix))
+        report.fine_tuning_average.append(sum(fine_tuning_matrix[-1]) / len(fine_tuning_matrix))
+        report.method_average.append(sum(method_matrix[-1]) / len(method_matrix))
     return report
 
 
 @cache
-def _fine_tuning(network: str, optimizer: str, seed: int) -> list[list[float]]:
-    """What every method in a cell is compared with."""
-    return Cell(network, optimizer, seed).accuracies(FineTune)
+def _measure_fine_tuning(network: str, optimizer: str, seed: int) -> list[list[float]]:
+    """The accuracy matrix of fine-tuning, with which every method is compared."""
+    return DigitsLoop(network, optimizer, seed).accuracy_matrix(FineTune)
 
 
-def _check_idle(cell: Cell, method: type[Method], settings: Mapping[str, Any]) -> None:
-    model = cell.model()
-    idle, optimizer = cell.make_method(method, model, settings), cell.optimizer_of(model)
+def _check_warns_when_idle(loop: DigitsLoop, method: type[Method], settings: Mapping[str, Any]) -> None:
+    model = loop.make_model()
+    idle_method, optimizer = loop.make_method(method, model, settings), loop.make_optimizer(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
-            cell.learn(model, idle, optimizer, number, epochs=2)
-    idle.close()
+            loop.train_task(model, idle_method, optimizer, number, epochs=2)
+    idle_method.close()
     if not any(issubclass(warning.category, SelfCheckWarning) for warning in caught):
-        raise ContractBroken(f"{method.__name__} does nothing with {dict(settings)} and did not say so")
+        raise ContractBroken(f"{method.__name__} does nothing with {dict(settings)} and gave no SelfCheckWarning")

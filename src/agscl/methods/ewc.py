@@ -62,7 +62,7 @@ class EWCConfig(WeightConfig):
 class EWCKnowledge(WeightKnowledge):
     """What EWC keeps from task to task."""
 
-    minimum: float = 0.0  # Σ F (θ − θ*)² of separate penalties where their sum is smallest
+    minimum: float = 0.0  # of Σ F (θ − θ*)² over all tasks, with accumulation="separate"
 
 
 class EWC(WeightMethod):
@@ -107,60 +107,62 @@ class EWC(WeightMethod):
     def _measure_importances(
         self, protected: dict[str, nn.Parameter], batches: Iterable[Any], forward: Forward
     ) -> Tensors:
-        kind, default = self.config.fisher, forward == self._default_forward
+        fisher, default = self.config.fisher, forward == self._default_forward
 
-        def output(batch: Any) -> Any:
+        def compute_output(batch: Any) -> Any:
             if not default:
                 return forward(batch)
             assert self.task is not None
             return self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
 
-        def exact(batch: Any) -> tuple[Tensor, Tensor]:
-            logs = F.log_softmax(_require_logits(output(batch), kind), 1)[0]
-            return logs, logs.detach().exp()
+        def exact_score(batch: Any) -> tuple[Tensor, Tensor]:
+            log_probabilities = F.log_softmax(_require_logits(compute_output(batch), fisher), 1)[0]
+            return log_probabilities, log_probabilities.detach().exp()
 
-        def estimated(batch: Any) -> tuple[Tensor, Tensor]:
-            """Σ ±√p·log p over the classes: squared, its gradient is that of each class by p, and what is mixed of two
-            classes has mean 0. One drawn class would be unbiased too, but says nothing where predictions are sure."""
-            inner, signs = batch
-            logs = F.log_softmax(_require_logits(output(inner), kind), 1)
-            return _as_one_value((signs * (logs.detach() / 2).exp() * logs).sum(1))
+        def estimated_score(batch: Any) -> tuple[Tensor, Tensor]:
+            """Σ ±√p·log p over the classes. Products of two classes have random signs, so the mean of its squared
+            gradient is the expectation over classes. One drawn class is unbiased too, but 0 for certain predictions."""
+            task_batch, signs = batch
+            log_probabilities = F.log_softmax(_require_logits(compute_output(task_batch), fisher), 1)
+            return _as_one_value((signs * (log_probabilities.detach() / 2).exp() * log_probabilities).sum(1))
 
-        def sampled(batch: Any) -> tuple[Tensor, Tensor]:
-            inner, places = batch
-            found = output(inner)
-            logits = isinstance(found, Tensor) and found.dim() == 2
-            return _as_one_value(F.cross_entropy(found, pick_classes(found, places)) if logits else found)
+        def sampled_score(batch: Any) -> tuple[Tensor, Tensor]:
+            task_batch, uniforms = batch
+            output = compute_output(task_batch)
+            is_logits = isinstance(output, Tensor) and output.dim() == 2
+            return _as_one_value(F.cross_entropy(output, sample_classes(output, uniforms)) if is_logits else output)
 
-        def loss(batch: Any) -> tuple[Tensor, Tensor]:
+        def loss_score(batch: Any) -> tuple[Tensor, Tensor]:
             return _as_one_value(forward(batch))
 
-        if kind == "batched":
+        if fisher == "batched":
             return measure_gradients(
                 self.model,
                 protected,
                 batches,
-                loss,
+                loss_score,
                 power=2,
                 batch_size=self.config.batch,
                 train=self.config.mode == "train",
             )
-        if kind in ("estimated", "sampled"):
-            batches = self._add_draws(batches, output)
-        score = {"exact": exact, "estimated": estimated, "sampled": sampled, "empirical": loss}[kind]
+        if fisher in ("estimated", "sampled"):
+            batches = self._add_draws(batches, compute_output)
+        score = {"exact": exact_score, "estimated": estimated_score, "sampled": sampled_score, "empirical": loss_score}[
+            fisher
+        ]
         return measure_gradients(self.model, protected, batches, score, power=2)
 
-    def _add_draws(self, batches: Iterable[Any], output: Forward) -> Iterator[tuple[Any, Tensor]]:
-        """Batches with what is drawn for every sample: a sign for each class, or a place in [0, 1) for one of them."""
-        draw = torch.Generator().manual_seed((self.config.seed << 16) + len(self.tasks))
-        like, classes = next(self.model.parameters()), 0
+    def _add_draws(self, batches: Iterable[Any], compute_output: Forward) -> Iterator[tuple[Any, Tensor]]:
+        """Yield (batch, draws): per sample a random sign for each class, or a number in [0, 1) to draw one class by."""
+        generator = torch.Generator().manual_seed((self.config.seed << 16) + len(self.tasks))
+        parameter, classes = next(self.model.parameters()), 0
         for batch in batches:
             samples = count_samples(tree_flatten(batch)[0])
             if self.config.fisher == "sampled":
-                yield batch, torch.rand(samples, generator=draw, dtype=torch.float64).to(like.device)
+                yield batch, torch.rand(samples, generator=generator, dtype=torch.float64).to(parameter.device)
                 continue
-            classes = classes or _require_logits(output(batch), self.config.fisher).shape[1]
-            yield batch, (2 * torch.randint(2, (samples, classes), generator=draw) - 1).to(like)
+            classes = classes or _require_logits(compute_output(batch), self.config.fisher).shape[1]
+            yield batch, (2 * torch.randint(2, (samples, classes), generator=generator) - 1).to(parameter)
 
     # Over tasks ------------------------------------------------------------------------------------------------------
 
@@ -174,30 +176,32 @@ class EWC(WeightMethod):
                 elif self.config.accumulation == "online":
                     fisher = fisher + self.config.gamma * old
                 else:
-                    both, place = fisher + old, knowledge.anchors[name].double()
+                    total, anchor = fisher + old, knowledge.anchors[name].double()
                     knowledge.minimum += float(
-                        torch.where(both > 0, fisher * old / both * (place - weights).square(), 0.0).sum()
+                        torch.where(total > 0, fisher * old / total * (anchor - weights).square(), 0.0).sum()
                     )
-                    weights = torch.where(both > 0, (fisher * weights + old * place) / both, weights)
-                    fisher = both
+                    weights = torch.where(total > 0, (fisher * weights + old * anchor) / total, weights)
+                    fisher = total
             knowledge.importances[name] = fisher.to(parameter.dtype)
             knowledge.anchors[name] = weights.to(parameter.dtype)
 
 
-def pick_classes(logits: Tensor, places: Tensor) -> Tensor:
-    """(samples,) classes drawn from the predictions: where `places` (samples,) in [0, 1) fall when the predicted
-    probabilities are laid end to end."""
-    ends = logits.detach().double().softmax(1).cumsum(1)
-    return (ends < places[:, None] * ends[:, -1:]).sum(1)
+def sample_classes(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw (samples,) classes from the predicted distributions, with the inverse of their cumulative probabilities.
+
+    `uniforms` (samples,) are random numbers in [0, 1).
+    """
+    cumulative = logits.detach().double().softmax(1).cumsum(1)
+    return (cumulative < uniforms[:, None] * cumulative[:, -1:]).sum(1)
 
 
 def _require_logits(output: Any, fisher: str) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 2:
         return output
-    found = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    description = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise ValueError(
-        f"fisher={fisher!r} needs logits of (samples, classes); the forward pass returned {found}. Give end_task a "
-        "`forward` that returns them; or one that returns the loss, or a log-probability of what was drawn, with "
+        f"fisher={fisher!r} needs logits of (samples, classes); the forward pass returned {description}. Give end_task "
+        "a `forward` that returns them; or one that returns the loss, or a log-probability of what was drawn, with "
         "fisher='sampled' or 'empirical'."
     )
 
@@ -205,9 +209,9 @@ def _require_logits(output: Any, fisher: str) -> Tensor:
 def _as_one_value(value: Any) -> tuple[Tensor, Tensor]:
     """The loss of a batch as the one value to differentiate."""
     if not isinstance(value, Tensor) or value.dim() > 1:
-        found = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        description = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(
-            f"The Fisher needs a loss to differentiate; the forward pass returned {found}. Give end_task batches of "
-            "(x, y), or a `forward` that returns the loss."
+            f"The Fisher needs a loss to differentiate; the forward pass returned {description}. Give end_task batches "
+            "of (x, y), or a `forward` that returns the loss."
         )
     return value.mean().reshape(1), torch.ones(1, dtype=value.dtype, device=value.device)

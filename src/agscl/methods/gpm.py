@@ -1,7 +1,7 @@
 """GPM: gradient projection memory (Saha, Garg, Roy; ICLR 2021).
 
 Each layer keeps a basis of the directions in which old tasks' inputs lie. A later task may change a layer's weights
-only at right angles to them, so what the layer answers to old inputs stays.
+only orthogonally to them, so the layer's outputs for old inputs stay.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from agscl.methods._parts.settings import Settings
 
 __all__ = ["GPM", "GPMConfig"]
 
-CHUNK = 32  # inputs in one forward pass while a layer's inputs are collected
-COLUMNS = 4096  # inputs of one layer that a decomposition takes at the most; a convolution has one at every position
+CHUNK_SIZE = 32  # samples in one forward pass while a layer's inputs are collected
+MAX_INPUTS = 4096  # most inputs of one layer in a decomposition; a convolution has one at every position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +69,18 @@ class GPMPlan(FrozenPartsPlan):
     method: GPM
     saved: ClassVar[tuple[str, ...]] = ("anchors",)
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.anchors: dict[str, Tensor] = {}  # weights as the task began
         self.weights: dict[str, nn.Parameter] = {}
-        self._full: set[str] = set()  # weights with no direction left
+        self._full_weights: set[str] = set()  # weights with no direction left
 
     def build(self) -> None:
         bases, trunk = self.method.knowledge.bases, self.method.find_trunk_parameters()
         self.weights = {name: trunk[name] for name in bases}
-        self._full = {n for n, basis in bases.items() if _count_directions(basis) == [basis.shape[1]] * len(basis)}
+        self._full_weights = {
+            n for n, basis in bases.items() if _count_directions(basis) == [basis.shape[1]] * len(basis)
+        }
         if not self.anchors:
             self.anchors = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
@@ -87,8 +89,8 @@ class GPMPlan(FrozenPartsPlan):
         if len(self.method.tasks) > 1 and not any(basis.shape[2] for basis in bases.values()):
             self.method.warn_once(
                 "empty",
-                "No direction is held from the tasks before, so nothing is kept from forgetting. Were the inputs given "
-                "to end_task all zero?",
+                "The bases of earlier tasks are empty, so nothing prevents forgetting. Were the inputs given to "
+                "end_task all zero?",
             )
 
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
@@ -99,7 +101,7 @@ class GPMPlan(FrozenPartsPlan):
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         for name, weight in self.weights.items():
             anchor, basis = self.anchors[name], self.method.knowledge.bases[name]
-            if name in self._full:  # no direction is left: the very bits
+            if name in self._full_weights:  # no direction is left: restore the exact bits
                 weight.copy_(anchor)
             elif basis.shape[2]:
                 allowed = anchor + project(weight - anchor, basis)
@@ -111,12 +113,12 @@ class GPMPlan(FrozenPartsPlan):
 
 
 class GPM(FrozenPartsMethod):
-    """Learn new tasks at right angles to the inputs of the old ones.
+    """Learn new tasks with weight changes orthogonal to the inputs of the old ones.
 
     >>> method = GPM(model, threshold=0.97)
 
-    Gradients are projected before each step. Adam, momentum and weight decay leave the subspace all the same, so after
-    the step the change since the task began is projected too: that is what counts. Biases, BatchNorm and whatever is
+    Gradients are projected before each step. Adam, momentum and weight decay still leave the subspace, so after the
+    step the total change since the task began is projected too. Biases, BatchNorm and whatever is
     no Linear or Conv weight are trained by the first task and keep their bits afterwards, and so does a layer that did
     not run while inputs were collected.
     """
@@ -142,16 +144,16 @@ class GPM(FrozenPartsMethod):
                     "back to the last good weights, or lower the learning rate."
                 )
         for name, inputs in collected.items():
-            known = self.knowledge.bases.get(name)
-            if known is not None or len(self.tasks) == 1:
-                self.knowledge.bases[name] = _broadcast_first_rank(extend_basis(known, inputs, threshold))
+            old_basis = self.knowledge.bases.get(name)
+            if old_basis is not None or len(self.tasks) == 1:
+                self.knowledge.bases[name] = _broadcast_first_rank(extend_basis(old_basis, inputs, threshold))
         ranks = {name: _count_directions(basis) for name, basis in self.knowledge.bases.items()}
-        room = sum(len(basis) * basis.shape[1] for basis in self.knowledge.bases.values())
+        capacity = sum(len(basis) * basis.shape[1] for basis in self.knowledge.bases.values())
         full = [name for name, counts in ranks.items() if min(counts) == self.knowledge.bases[name].shape[1]]
         self.knowledge.statistics = {
             "threshold": threshold,
             "directions": {name: sum(counts) for name, counts in ranks.items()},
-            "used_capacity": sum(map(sum, ranks.values())) / max(1, room),
+            "used_capacity": sum(map(sum, ranks.values())) / max(1, capacity),
         }
         if full:
             self.warn_once(
@@ -162,10 +164,10 @@ class GPM(FrozenPartsMethod):
 
     def _collect_inputs(self, batches: Iterable[Any], forward: Forward) -> dict[str, Tensor]:
         """Per weight, inputs of its layer on a random sample of the task's data: (groups, columns, inputs)."""
-        draw = torch.Generator().manual_seed(self.config.seed * 1009 + len(self.tasks))
-        sample, count = sample_rows(batches, self.config.samples, draw)
+        generator = torch.Generator().manual_seed(self.config.seed * 1009 + len(self.tasks))
+        sample, count = sample_rows(batches, self.config.samples, generator)
         names = {id(p): name for name, p in self.find_trunk_parameters().items()}
-        found: dict[str, list[Tensor]] = {}
+        layer_inputs: dict[str, list[Tensor]] = {}
         with preserve_model_state(self.model), ExitStack() as stack:
             for module in self.model.modules():
                 weight = module._parameters.get("weight")
@@ -173,16 +175,16 @@ class GPM(FrozenPartsMethod):
                     name = names[id(weight)]
 
                     def hook(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                        given = args[0] if args else kwargs["input"]
-                        limit = math.ceil(COLUMNS * min(CHUNK, count) / count)
-                        found.setdefault(name, []).append(extract_inputs(layer, given, limit, draw))
+                        layer_input = args[0] if args else kwargs["input"]
+                        limit = math.ceil(MAX_INPUTS * min(CHUNK_SIZE, count) / count)
+                        layer_inputs.setdefault(name, []).append(extract_inputs(layer, layer_input, limit, generator))
 
                     stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
-            for at in range(0, count, CHUNK):
-                forward(_select_rows(sample, torch.arange(at, min(at + CHUNK, count))))
-        if not found:
+            for start in range(0, count, CHUNK_SIZE):
+                forward(_select_rows(sample, torch.arange(start, min(start + CHUNK_SIZE, count))))
+        if not layer_inputs:
             raise RuntimeError("No layer ran while end_task collected inputs: does `forward` run the model?")
-        return {name: torch.cat(parts, 2) for name, parts in _gather_ranks(found).items()}
+        return {name: torch.cat(parts, 2) for name, parts in _gather_ranks(layer_inputs).items()}
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
@@ -201,31 +203,33 @@ class GPM(FrozenPartsMethod):
 
 
 def project(change: Tensor, basis: Tensor) -> Tensor:
-    """The part of `change`, shaped as the weight (rows, columns, …), at right angles to the basis."""
+    """The part of `change`, shaped as the weight (rows, columns, …), that is orthogonal to the basis."""
     if not basis.shape[2]:
         return change
     rows = change.reshape(len(basis), -1, basis.shape[1]).to(basis.dtype)
-    left = rows - (rows @ basis) @ basis.mT
-    return left.view(change.shape).to(change.dtype)
+    projected = rows - (rows @ basis) @ basis.mT
+    return projected.view(change.shape).to(change.dtype)
 
 
-def extend_basis(known: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
-    """A basis that holds `threshold` of the energy of `inputs` (groups, columns, inputs), with `known` as its start."""
-    grown = []
-    for number, given in enumerate(inputs.double()):
-        basis = given.new_empty(len(given), 0) if known is None else known[number].double()
+def extend_basis(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
+    """Extend `old_basis` until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
+    bases = []
+    for number, group_inputs in enumerate(inputs.double()):
+        basis = group_inputs.new_empty(len(group_inputs), 0) if old_basis is None else old_basis[number].double()
         basis = basis[:, (basis != 0).any(0)]
-        rest = given - basis @ (basis.T @ given)
-        directions, sizes, _ = torch.linalg.svd(rest, full_matrices=False)
-        total, energy = given.square().sum(), sizes.square()
-        held = (total - energy.sum()).clamp(min=0) + energy.cumsum(0)  # with 1, 2, … more directions
-        enough = int((held < threshold * total).sum()) + 1 if held[0] - energy[0] < threshold * total else 0
-        real = int((sizes > given.abs().max() * max(given.shape) * torch.finfo(inputs.dtype).eps).sum())
-        count = min(enough, real, len(given) - basis.shape[1])
-        both = torch.linalg.qr(torch.cat([basis, directions[:, :count]], 1))[0]
-        grown.append(both.to(inputs.dtype))
-    widest = max(basis.shape[1] for basis in grown)
-    return torch.stack([F.pad(basis, (0, widest - basis.shape[1])) for basis in grown])
+        remainder = group_inputs - basis @ (basis.T @ group_inputs)
+        directions, singular_values, _ = torch.linalg.svd(remainder, full_matrices=False)
+        total, energy = group_inputs.square().sum(), singular_values.square()
+        explained = (total - energy.sum()).clamp(min=0) + energy.cumsum(0)  # with 1, 2, … more directions
+        needed = int((explained < threshold * total).sum()) + 1 if explained[0] - energy[0] < threshold * total else 0
+        numerical_rank = int(
+            (singular_values > group_inputs.abs().max() * max(group_inputs.shape) * torch.finfo(inputs.dtype).eps).sum()
+        )
+        count = min(needed, numerical_rank, len(group_inputs) - basis.shape[1])
+        extended = torch.linalg.qr(torch.cat([basis, directions[:, :count]], 1))[0]
+        bases.append(extended.to(inputs.dtype))
+    widest = max(basis.shape[1] for basis in bases)
+    return torch.stack([F.pad(basis, (0, widest - basis.shape[1])) for basis in bases])
 
 
 def _count_directions(basis: Tensor) -> list[int]:
@@ -234,51 +238,54 @@ def _count_directions(basis: Tensor) -> list[int]:
     return counts
 
 
-def extract_inputs(layer: nn.Module, given: Tensor, limit: int, draw: torch.Generator) -> Tensor:
-    """What each row of a layer's weight is multiplied with, at most `limit` of it: (groups, columns, inputs)."""
+def extract_inputs(layer: nn.Module, layer_input: Tensor, limit: int, generator: torch.Generator) -> Tensor:
+    """The vectors that a layer's weight rows are multiplied with, at most `limit`: (groups, columns, inputs)."""
     if isinstance(layer, nn.Linear):
-        rows = given.flatten(0, -2)
-        return rows[_draw_indices(len(rows), limit, draw).to(rows.device)].T[None]
-    sizes, steps, spread, groups = layer.kernel_size, layer.stride, layer.dilation, layer.groups
-    assert isinstance(sizes, tuple)
-    if given.dim() == len(sizes) + 1:
-        given = given[None]
+        rows = layer_input.flatten(0, -2)
+        return rows[_draw_indices(len(rows), limit, generator).to(rows.device)].T[None]
+    kernel_sizes, strides, dilations, groups = layer.kernel_size, layer.stride, layer.dilation, layer.groups
+    assert isinstance(kernel_sizes, tuple)
+    if layer_input.dim() == len(kernel_sizes) + 1:
+        layer_input = layer_input[None]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    given = F.pad(given, layer._reversed_padding_repeated_twice, mode=mode)  # type: ignore[arg-type]
-    for dim, (size, step, apart) in enumerate(zip(sizes, steps, spread, strict=True), start=2):  # type: ignore[arg-type]
-        given = given.unfold(dim, apart * (size - 1) + 1, step)[..., ::apart]
-    windows = given.movedim(1, 1 + len(sizes))  # (batch, positions…, channels, kernel…): a view, too large to copy
-    places = windows.shape[: 1 + len(sizes)]
-    chosen = torch.unravel_index(_draw_indices(math.prod(places), limit, draw), places)
-    inputs = windows[tuple(index.to(given.device) for index in chosen)]
+    layer_input = F.pad(layer_input, layer._reversed_padding_repeated_twice, mode=mode)  # type: ignore[arg-type]
+    for dim, (kernel_size, stride, dilation) in enumerate(zip(kernel_sizes, strides, dilations, strict=True), start=2):  # type: ignore[arg-type]
+        layer_input = layer_input.unfold(dim, dilation * (kernel_size - 1) + 1, stride)[..., ::dilation]
+    windows = layer_input.movedim(1, 1 + len(kernel_sizes))  # a view (batch, positions…, channels, kernel…)
+    positions = windows.shape[: 1 + len(kernel_sizes)]
+    chosen = torch.unravel_index(_draw_indices(math.prod(positions), limit, generator), positions)
+    inputs = windows[tuple(index.to(layer_input.device) for index in chosen)]
     return inputs.reshape(len(inputs), int(groups), -1).permute(1, 2, 0)  # type: ignore[arg-type]
 
 
-def sample_rows(batches: Iterable[Any], count: int, draw: torch.Generator) -> tuple[Any, int]:
-    """A random sample of `count` rows of all batches laid end to end, as one batch, and how many it has."""
-    kept: Any = None
+def sample_rows(batches: Iterable[Any], count: int, generator: torch.Generator) -> tuple[Any, int]:
+    """A random sample of at most `count` rows of all batches, as one batch, and its number of rows."""
+    sample: Any = None
     keys = torch.empty(0)
     for batch in batches:
         size = next((len(leaf) for leaf in tree_flatten(batch)[0] if _has_rows(leaf)), 0)
         if not size:
-            raise TypeError(f"GPM draws rows from `batches`, and found no tensor in a {type(batch).__name__}.")
-        keys = torch.cat([keys, torch.rand(size, generator=draw)])
-        kept = batch if kept is None else _concat_rows(kept, batch)
+            raise TypeError(f"GPM needs batches with a tensor of samples; got a {type(batch).__name__} without one.")
+        keys = torch.cat([keys, torch.rand(size, generator=generator)])
+        sample = batch if sample is None else _concat_rows(sample, batch)
         if len(keys) > count:
             rows = keys.topk(count).indices.sort().values
-            kept, keys = _select_rows(kept, rows), keys[rows]
-    if kept is None:
+            sample, keys = _select_rows(sample, rows), keys[rows]
+    if sample is None:
         raise RuntimeError("`batches` was empty: the directions of a task cannot be found without its data.")
-    return kept, len(keys)
+    return sample, len(keys)
 
 
-def _gather_ranks(found: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    """Every rank sees a part of the data; all must find the same directions."""
+def _gather_ranks(layer_inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    """Gather the inputs of all ranks, which see different data, so that all find the same directions."""
     if not (dist.is_available() and dist.is_initialized()):
-        return found
+        return layer_inputs
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, {name: [part.cpu() for part in parts] for name, parts in found.items()})
-    return {name: [part.to(parts[0].device) for rank in ranks for part in rank[name]] for name, parts in found.items()}
+    dist.all_gather_object(ranks, {name: [part.cpu() for part in parts] for name, parts in layer_inputs.items()})
+    return {
+        name: [part.to(parts[0].device) for rank in ranks for part in rank[name]]
+        for name, parts in layer_inputs.items()
+    }
 
 
 def _broadcast_first_rank(basis: Tensor) -> Tensor:
@@ -302,16 +309,16 @@ def _concat_rows(batch: Any, more: Any) -> Any:
     return tree_unflatten([torch.cat([a, b]) if _has_rows(a) else a for a, b in pairs], shape)
 
 
-def _draw_indices(size: int, limit: int, draw: torch.Generator) -> Tensor:
-    return torch.arange(size) if size <= limit else torch.randperm(size, generator=draw)[:limit].sort().values
+def _draw_indices(size: int, limit: int, generator: torch.Generator) -> Tensor:
+    return torch.arange(size) if size <= limit else torch.randperm(size, generator=generator)[:limit].sort().values
 
 
 def _max_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
     """The most inputs of a layer drawn from one task; a task may have fewer than `samples` examples."""
 
     def inputs_drawn(count: int) -> int:
-        limit = math.ceil(COLUMNS * min(CHUNK, count) / count)
-        chunks = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
-        return sum(min(chunk * each, limit) for chunk in chunks for each in positions)
+        limit = math.ceil(MAX_INPUTS * min(CHUNK_SIZE, count) / count)
+        chunks = [min(CHUNK_SIZE, count - start) for start in range(0, count, CHUNK_SIZE)]
+        return sum(min(chunk * position_count, limit) for chunk in chunks for position_count in positions)
 
     return max(inputs_drawn(count) for count in range(1, samples + 1))

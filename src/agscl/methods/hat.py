@@ -35,7 +35,7 @@ MAX_EMBEDDING = 6.0
 MAX_COSH = 50.0
 """cosh(s·e) is taken of at most this."""
 MIN_GATE = 1e-12
-"""A gate below counts as 0: float32 cannot see it beside an open one, and subnormal numbers are slow."""
+"""A smaller gate counts as 0: in float32 it is lost beside an open one, and subnormal numbers are slow."""
 
 Gates = tuple[Tensor, dict[str, Tensor]]
 """All gates, and those of the columns of each layer of the trunk."""
@@ -79,8 +79,8 @@ class HATPlan(NodePlan):
     method: HAT
     saved: ClassVar[tuple[str, ...]] = ("embedding_values", "moments", "moves", "position", "moment_age")
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.embedding: nn.Parameter | None = None
         self.moments: list[Tensor] = []  # of the embedding: first and second
         self.moves: int | Tensor = 0  # steps of the embedding in this task; on a GPU counted there
@@ -96,8 +96,8 @@ class HATPlan(NodePlan):
         self.method.remove_gated_weights()
         super().attach()
         if self.embedding is None:
-            draw = torch.Generator().manual_seed(self.method.config.seed * 1009 + len(self.method.tasks))
-            values = torch.randn(self.graph.size, generator=draw).to(self.method.knowledge.used.device)
+            generator = torch.Generator().manual_seed(self.method.config.seed * 1009 + len(self.method.tasks))
+            values = torch.randn(self.graph.size, generator=generator).to(self.method.knowledge.used.device)
             if dist.is_available() and dist.is_initialized():  # all ranks begin alike
                 dist.broadcast(values, 0)
             self.embedding_values = values
@@ -159,8 +159,8 @@ class HATPlan(NodePlan):
         if self.steps_per_epoch is None:
             return 1.0
         low, high, last = 1 / self.method.config.s_max, self.method.config.s_max, self.steps_per_epoch - 1
-        place = self.position.double() if isinstance(self.position, Tensor) else self.position
-        return low + (high - low) * (place % self.steps_per_epoch / last if last else 1.0)
+        position = self.position.double() if isinstance(self.position, Tensor) else self.position
+        return low + (high - low) * (position % self.steps_per_epoch / last if last else 1.0)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -212,9 +212,9 @@ class HATPlan(NodePlan):
             second.lerp_(gradient.square(), 1 - b2)
             move = first / (1 - b1**self.moment_age) / ((second / (1 - b2**self.moment_age)).sqrt() + 1e-8)
         e.sub_(move * group["lr"]).clamp_(-MAX_EMBEDDING, MAX_EMBEDDING)
-        if skipped is not None:  # a fused optimizer's overflow: nothing was to happen
-            for now, then in zip((e, first, second), before, strict=True):
-                now.copy_(torch.where(skipped.reshape(()) > 0, then, now))
+        if skipped is not None:  # a fused optimizer skipped the step on overflow
+            for tensor, value_before in zip((e, first, second), before, strict=True):
+                tensor.copy_(torch.where(skipped.reshape(()) > 0, value_before, tensor))
 
     def exact_gradient(self, gate_gradient: Tensor, embedding: Tensor) -> Tensor:
         """Eq. 6 in closed form: s_max · σ(e) · σ(−e) times the gradient by the gate, penalty included."""
@@ -395,11 +395,11 @@ class HAT(NodeMethod):
     def _gates_of_layer(self, name: str) -> Tensor | None:
         """The gates of a layer's columns: those of the pass under way, or of one that is repeated to go backward."""
         backward = torch._C._current_graph_task_id() != -1
-        known = self._last_gates if backward and self._pass_gates is None else self._pass_gates
-        if not self._gates_off and known is not None:
-            gates, by_layer = known
+        pass_gates = self._last_gates if backward and self._pass_gates is None else self._pass_gates
+        if not self._gates_off and pass_gates is not None:
+            gates, by_layer = pass_gates
             return by_layer[name] if name in by_layer else gates[self._columns[name]]
-        return None if (now := self._current_gates()) is None else now[self._columns[name]]
+        return None if (current := self._current_gates()) is None else current[self._columns[name]]
 
     def _gate_weight(self, name: str, module: nn.Module, args: Any) -> None:
         """Let a layer run with each column of its weight times the gate of the node the column reads."""
@@ -417,7 +417,7 @@ class HAT(NodeMethod):
             layer._parameters["weight"] = weight
 
     def remove_gated_weights(self) -> None:
-        """Give back weights that a forward pass left which was interrupted (Ctrl-C): torch calls no hook then."""
+        """Restore weights that an interrupted forward pass (Ctrl-C) left gated: torch calls no hook then."""
         for name in list(self._gated):
             self._restore_weight(name)
 
@@ -452,8 +452,8 @@ class HAT(NodeMethod):
         mask = self.mask(plan.task)
         self._check_gates(plan, mask)
         knowledge.embeddings[plan.task] = embedding.clone()
-        before = knowledge.used
-        knowledge.used = torch.maximum(before, mask)
+        used_before = knowledge.used
+        knowledge.used = torch.maximum(used_before, mask)
         size, used = self.graph.size, int((knowledge.used >= 0.5).sum())
         knowledge.statistics = {
             "nodes": size,
@@ -461,7 +461,7 @@ class HAT(NodeMethod):
             "used": used,
             "free": size - used,
             "sparsity": 1 - used / size,
-            "shared": int(((mask >= 0.5) & (before >= 0.5)).sum()),
+            "shared": int(((mask >= 0.5) & (used_before >= 0.5)).sum()),
             "binary": float(((mask == 0) | (mask == 1)).double().mean()),
         }
 
@@ -469,8 +469,7 @@ class HAT(NodeMethod):
         if plan.steps and not plan.moves:
             self.warn_once(
                 "embedding",
-                "No gradient ever reached the gates in this task. Does the loss come from this very model, in train "
-                "mode?",
+                "No gradient reached the gates in this task. Is the loss computed from this model, in train mode?",
             )
         elif plan.steps and plan.steps_per_epoch is None:
             self.warn_once(
@@ -479,12 +478,12 @@ class HAT(NodeMethod):
                 "nor end_epoch() called.",
             )
         mask = mask.cpu()
-        shut = [name for name, layer in self.graph.layers.items() if not bool((mask[layer.groups] >= 0.5).any())]
-        if shut:
+        closed = [name for name, layer in self.graph.layers.items() if not bool((mask[layer.groups] >= 0.5).any())]
+        if closed:
             self.warn_once(
                 "shut",
-                f"Task {plan.task!r} closed every gate in {', '.join(shut)}, so nothing passes there. Use a smaller c "
-                f"(it is {self.config.c:g}).",
+                f"Task {plan.task!r} closed every gate in {', '.join(closed)}, so nothing passes there. Use a smaller "
+                f"c (it is {self.config.c:g}).",
             )
 
     # What it reports, saving -----------------------------------------------------------------------------------------
@@ -524,9 +523,9 @@ class HAT(NodeMethod):
 
 
 def _interpolate(before: Tensor, after: Tensor, factor: Tensor) -> Tensor:
-    """This part of the way from `before` to `after`: exactly `after` for 1."""
-    kind = torch.promote_types(after.dtype, factor.dtype)
-    return torch.lerp(before.to(kind), after.to(kind), factor.to(kind))
+    """before + factor · (after − before), exactly `after` where the factor is 1."""
+    dtype = torch.promote_types(after.dtype, factor.dtype)
+    return torch.lerp(before.to(dtype), after.to(dtype), factor.to(dtype))
 
 
 def _compute_gates(s: float | Tensor, embedding: Tensor) -> Tensor:

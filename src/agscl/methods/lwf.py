@@ -1,6 +1,6 @@
 """LwF: learning without forgetting (Li, Hoiem; ECCV 2016).
 
-While a task is learned, the old heads must go on saying about its inputs what they said before it.
+While a task is learned, the outputs of the old heads for its inputs are kept close to what they were before it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LwFPlan(Plan):
     method: LwF
     saved: ClassVar[tuple[str, ...]] = ("teacher", "loss_called")
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.teacher: dict[str, Tensor] = {}  # parameters and buffers outside the heads, as the task began
         self.loss_called = False
         self._features: tuple[Any, Any] | None = None  # input and output of the trunk in the last forward pass
@@ -57,7 +57,7 @@ class LwFPlan(Plan):
             return
         if not (isinstance(method.model, MultiHead) or method.heads.is_shared or method.heads.takes_task):
             raise ValueError(
-                f"LwF asks the old heads about new inputs, but {type(method.model).__name__}.forward takes no task. "
+                f"LwF runs the old heads on new inputs, but {type(method.model).__name__}.forward takes no task. "
                 "Let it take one, forward(x, task), or wrap its trunk in a MultiHead."
             )
         if not self.teacher:
@@ -77,7 +77,7 @@ class LwFPlan(Plan):
         if torch.is_grad_enabled():
             self._features = (args[0], output) if args else None
 
-    def take_features(self, x: Any) -> Any:
+    def pop_features(self, x: Any) -> Any:
         """The trunk's features of `x`: those of the forward pass that has just run on it, or else of a new one."""
         remembered, self._features = self._features, None
         assert isinstance(self.method.model, MultiHead)
@@ -100,15 +100,14 @@ class LwFPlan(Plan):
 
 
 class LwF(Method):
-    """Old heads keep their answers to new inputs, told by a copy of the trunk as the task began.
+    """Keep the old heads' outputs for new inputs, distilled from a copy of the trunk as the task began.
 
     >>> method = LwF(model, temperature=2, weight=1)
     >>> output = model(x, task)
     >>> loss = F.cross_entropy(output, y) + method.loss(x, output)
 
-    The term is λ·Σ over old tasks of −Σ softmax(old/T)·log softmax(new/T), a mean over the batch. The copy answers in
-    eval mode. Heads of old tasks stay as they are, as under every method; the trunk alone is taught. The copy is held
-    while a task is under way, not in between.
+    The term is λ·Σ over old tasks of −Σ softmax(old/T)·log softmax(new/T), a mean over the batch. The copy runs in
+    eval mode. Heads of old tasks stay frozen, as under every method. The copy exists while a task is under way.
     """
 
     title = "LwF"
@@ -124,23 +123,24 @@ class LwF(Method):
         if self.plan is None or not self.plan.teacher:
             return super().loss(x, output)
         self.plan.loss_called = True
-        old = self.tasks[:1] if self.heads.is_shared else self.tasks[:-1]
+        old_tasks = self.tasks[:1] if self.heads.is_shared else self.tasks[:-1]
         with torch.no_grad():
-            targets = self._ask_teacher(x, old)
+            targets = self._run_teacher(x, old_tasks)
         if isinstance(self.model, MultiHead):
-            outputs = self._run_heads(self.plan.take_features(x), old)
+            outputs = self._run_heads(self.plan.pop_features(x), old_tasks)
         else:
-            outputs = [output if self.heads.is_shared else self.call_model(x, task) for task in old]
-        pairs = [pair for target, now in zip(targets, outputs, strict=True) for pair in _pair_outputs(target, now)]
-        return self.config.weight * torch.stack([self._cross_entropy(target, now) for target, now in pairs]).sum()
+            outputs = [output if self.heads.is_shared else self.call_model(x, task) for task in old_tasks]
+        per_task = zip(targets, outputs, strict=True)
+        terms = [self._cross_entropy(*pair) for head in per_task for pair in _pair_outputs(*head)]
+        return self.config.weight * torch.stack(terms).sum()
 
     def _cross_entropy(self, target: Tensor, output: Tensor) -> Tensor:
-        wide = torch.promote_types(output.dtype, torch.float32)
-        probabilities = torch.softmax(target.to(wide) / self.config.temperature, -1)
-        return -(probabilities * torch.log_softmax(output.to(wide) / self.config.temperature, -1)).sum(-1).mean()
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        probabilities = torch.softmax(target.to(dtype) / self.config.temperature, -1)
+        return -(probabilities * torch.log_softmax(output.to(dtype) / self.config.temperature, -1)).sum(-1).mean()
 
-    def _ask_teacher(self, x: Any, old: list[str]) -> list[Any]:
-        """What the teacher answers, in eval mode."""
+    def _run_teacher(self, x: Any, old_tasks: list[str]) -> list[Any]:
+        """The teacher's outputs for the old tasks, in eval mode."""
         assert self.plan is not None
         teacher = self.plan.teacher
         modes = [(module, module.training) for module in self.model.modules()]
@@ -148,9 +148,9 @@ class LwF(Method):
         try:
             if isinstance(self.model, MultiHead):
                 trunk = {n.removeprefix("trunk."): t for n, t in teacher.items() if n.startswith("trunk.")}
-                return self._run_heads(functional_call(self.model.trunk, trunk, (x,)), old)
+                return self._run_heads(functional_call(self.model.trunk, trunk, (x,)), old_tasks)
             return [
-                self.call_model(x, task, lambda *given: functional_call(self.model, teacher, given)) for task in old
+                self.call_model(x, task, lambda *args: functional_call(self.model, teacher, args)) for task in old_tasks
             ]
         finally:
             for module, training in modes:
@@ -175,7 +175,7 @@ class LwF(Method):
         if plan.teacher and plan.steps and not plan.loss_called:
             self.warn_once(
                 "loss",
-                "method.loss(x, output) was never called in this task, so nothing was held against forgetting. Add it "
+                "method.loss(x, output) was never called in this task, so nothing prevented forgetting. Add it "
                 "to the loss: loss = F.cross_entropy(output, y) + method.loss(x, output).",
             )
         elif plan.teacher and self.config.weight == 0:

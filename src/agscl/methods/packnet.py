@@ -71,8 +71,8 @@ class PackNetPlan(FrozenPartsPlan):
     method: PackNet
     saved: ClassVar[tuple[str, ...]] = ("trained_names", "epoch", "pruned_at_step")
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.trained_names: list[str] = []  # packed weights that get a gradient in this task
         self.epoch = 0
         self.pruned_at_step = -1
@@ -87,12 +87,12 @@ class PackNetPlan(FrozenPartsPlan):
         super().attach()
 
     def build(self) -> None:
-        """Note what no step may change: weights of other tasks and, once pruned, those that were given back."""
-        own = len(self.method.tasks) if self.is_pruned else FREE
+        """Copy what no step may change: weights of other tasks and, once pruned, the free ones."""
+        trained_owner = len(self.method.tasks) if self.is_pruned else FREE
         weights = self.method.packed_parameters()
         self._fixed = []
         for name, owner in self.method.knowledge.owner.items():
-            fixed = owner != own
+            fixed = owner != trained_owner
             if bool(fixed.any()) and (not self.is_pruned or name in self.trained_names):
                 self._fixed.append((weights[name], fixed, weights[name].detach().clone()))
 
@@ -112,9 +112,9 @@ class PackNetPlan(FrozenPartsPlan):
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         self.method.restore_shown_weights()
         if not self.is_pruned:  # a layer may be left out of some steps
-            known = set(self.trained_names)
+            noted = set(self.trained_names)
             weights = self.method.packed_parameters().items()
-            self.trained_names += [name for name, p in weights if p.grad is not None and name not in known]
+            self.trained_names += [name for name, p in weights if p.grad is not None and name not in noted]
 
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         self.restore_fixed()
@@ -193,7 +193,7 @@ class PackNet(FrozenPartsMethod):
         return name not in self.knowledge.owner
 
     def find_packed_weights(self) -> None:
-        """Find which weights are packed, and where they are used."""
+        """Find which weights are packed, and which modules use them."""
         self.restore_shown_weights()
         trunk, knowledge = self.find_trunk_parameters(), self.knowledge
         if not knowledge.owner:
@@ -248,9 +248,9 @@ class PackNet(FrozenPartsMethod):
                 _set_weights(replaced)
 
     def _show_task(self, task: str | None) -> list[PackedWeight]:
-        """Put weights in place of the model's: those of `task` and earlier ones, else zero. Returns what was there.
+        """Replace the model's weights: those of `task` and earlier ones stay, others are 0. Returns the replaced ones.
 
-        The newest task needs none of this: what it does not use is zero already, or in training.
+        The newest task needs no mask: what it does not use is zero already, or in training.
         """
         shown = self._packed
         if task is not None and task != self.tasks[-1]:
@@ -274,7 +274,7 @@ class PackNet(FrozenPartsMethod):
             _set_weights(self._replaced.pop())
 
     def restore_shown_weights(self) -> None:
-        """Undo what a forward pass left that was interrupted (Ctrl-C): torch calls no hook then."""
+        """Restore weights that an interrupted forward pass (Ctrl-C) left replaced: torch calls no hook then."""
         while self._replaced:
             _set_weights(self._replaced.pop())
 
