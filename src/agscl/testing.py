@@ -156,7 +156,10 @@ class DigitsLoop:
         rows = torch.arange(len(task.train_y))
         if epoch is not None:
             rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(97 * number + epoch))
-        return [(task.train_x[part].view(-1, 1, 8, 8), task.train_y[part]) for part in rows.split(BATCH_SIZE)]
+        return [
+            (task.train_x[batch_rows].view(-1, 1, 8, 8), task.train_y[batch_rows])
+            for batch_rows in rows.split(BATCH_SIZE)
+        ]
 
     def train_task(
         self,
@@ -302,11 +305,11 @@ def memory_reported_is_memory_held(loop: DigitsLoop, make: MakeMethod) -> None:
     method, optimizer = make(model), loop.make_optimizer(model)
     for number in range(2):
         loop.train_task(model, method, optimizer, number, epochs=2)
-        held = sum(tensor.numel() * tensor.element_size() for tensor in _iterate_tensors(method.state_dict()))
+        stored = sum(tensor.numel() * tensor.element_size() for tensor in _iterate_tensors(method.state_dict()))
         reported = method.memory()["bytes"] - method.memory().get("digests", 0)
-        if held != reported:
+        if stored != reported:
             raise ContractBroken(
-                f"after {number + 1} tasks memory() reports {reported} bytes; its state holds {held} bytes of tensors"
+                f"after {number + 1} tasks memory() reports {reported} bytes; its state holds {stored} bytes of tensors"
             )
     method.close()
 

@@ -16,7 +16,7 @@ from agscl import EWC, L2, MAS, SI, FineTune, MultiHead, RWalk, Together, tasks
 from agscl.methods._parts import sample_gradients as importance
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
-from agscl.methods.ewc import pick_classes
+from agscl.methods.ewc import sample_classes
 from agscl.networks.mlp import MLP
 from loops import adam, bits, blobs, learn, mlp, same
 
@@ -283,7 +283,7 @@ def test_the_empirical_fisher_is_the_mean_squared_gradient_per_sample_with_true_
 def test_the_sampled_fisher_squares_the_gradient_for_one_drawn_class_per_sample(net):
     method, model = measured(net, fisher="sampled")
     with torch.no_grad():
-        labels = [pick_classes(model(x, "t0"), places) for (x, _), places in method._add_draws(blobs(0), model)]
+        labels = [sample_classes(model(x, "t0"), places) for (x, _), places in method._add_draws(blobs(0), model)]
     losses = (
         F.cross_entropy(model(x, "t0"), y[None]) for (x, _), y in zip(samples(blobs(0)), torch.cat(labels), strict=True)
     )
@@ -301,7 +301,7 @@ def test_drawn_classes_follow_the_prediction_and_the_seed():
         method = EWC(model, fisher="sampled", seed=seed)
         learn(method, adam(model), 0, epochs=1, end=False)
         [(_, places)] = method._add_draws([logits], model)
-        return pick_classes(logits, places)
+        return sample_classes(logits, places)
 
     labels = draw(3)
     assert torch.equal(labels, draw(3))
@@ -311,8 +311,8 @@ def test_drawn_classes_follow_the_prediction_and_the_seed():
 
 def test_no_place_falls_beyond_the_last_class_that_is_possible():
     logits = torch.tensor([[1.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])
-    assert pick_classes(logits, torch.full((2,), 1 - 2**-53, dtype=torch.float64)).tolist() == [1, 2]
-    assert pick_classes(logits, torch.zeros(2, dtype=torch.float64)).tolist() == [0, 0]
+    assert sample_classes(logits, torch.full((2,), 1 - 2**-53, dtype=torch.float64)).tolist() == [1, 2]
+    assert sample_classes(logits, torch.zeros(2, dtype=torch.float64)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("delivered", [7, 12, 48])

@@ -425,11 +425,11 @@ class NodeGraph:
         groups = {name: layer.groups for name, layer in self.layers.items()}
         if contradiction := probe.find_contradiction(groups, self.size, expected):
             (kind, name), column = contradiction
-            place = f"ReLU number {int(name) + 1}" if kind == "site" else name
+            point_name = f"ReLU number {int(name) + 1}" if kind == "site" else name
             raise NodeGraphError(
                 next(iter(self.layers)) if kind == "site" else name,
-                f"the graph failed its own check: column {column} of {place} does not read exactly the nodes that were "
-                "found before. Is the forward pass random, or does it depend on the values it sees?",
+                f"the graph failed its own check: column {column} of {point_name} does not read exactly the nodes that "
+                "were found before. Is the forward pass random, or does it depend on the values it sees?",
                 "Make it deterministic in eval mode, or leave the layers around it out with exclude=[…].",
             )
 

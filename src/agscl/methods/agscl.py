@@ -150,9 +150,9 @@ class AGSCLPlan(NodePlan):
         for rows, anchors in ((self.free_rows, None), (self.important_rows, self.anchors)):
             if config.prox or not len(rows):
                 continue
-            away = rows.gather() if anchors is None else torch._foreach_sub(rows.gather(), anchors)
+            differences = rows.gather() if anchors is None else torch._foreach_sub(rows.gather(), anchors)
             strengths = config.mu * self.mu_factors if anchors is None else config.lam * self.omega
-            gradients = norm_gradients(away, strengths * (1.0 if scale is None else scale), rows.members)
+            gradients = norm_gradients(differences, strengths * (1.0 if scale is None else scale), rows.members)
             for parameter, index, gradient in zip(rows.parameters, rows.index, gradients, strict=True):
                 if parameter.grad is not None and id(parameter) in trained:
                     parameter.grad.index_add_(0, index, gradient)
@@ -306,8 +306,8 @@ class AGSCL(NodeMethod):
 
     def _find_moved_by(self, distance: float, start_rows: list[Tensor]) -> Tensor:
         """(groups,) those whose incoming weights moved by `distance` or more since the task began."""
-        every = Rows(self.graph, torch.ones_like(self.knowledge.free))
-        return (group_norms(torch._foreach_sub(every.gather(), start_rows), every.members) >= distance).cpu()
+        all_rows = Rows(self.graph, torch.ones_like(self.knowledge.free))
+        return (group_norms(torch._foreach_sub(all_rows.gather(), start_rows), all_rows.members) >= distance).cpu()
 
     # What it reports -------------------------------------------------------------------------------------------------
 

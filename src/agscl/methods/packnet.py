@@ -140,9 +140,9 @@ class PackNetPlan(FrozenPartsPlan):
             trained = owner == FREE
             count = math.floor(int(trained.sum()) * self.method.config.share)
             smallest = weight.abs().masked_fill(~trained, math.inf).flatten().argsort(stable=True)[:count]
-            kept = trained.flatten()  # a copy, in the order of the indices, however the weights lie in memory
-            kept[smallest] = False
-            owner[kept.view(trained.shape)] = number
+            is_kept = trained.flatten()  # a copy, in the order of the indices, however the weights lie in memory
+            is_kept[smallest] = False
+            owner[is_kept.view(trained.shape)] = number
             weight.masked_fill_(owner == FREE, 0.0)
         self.pruned_at_step = self.steps
         self.build()
@@ -252,7 +252,7 @@ class PackNet(FrozenPartsMethod):
 
         The newest task needs no mask: what it does not use is zero already, or in training.
         """
-        shown = self._packed
+        replacements = self._packed
         if task is not None and task != self.tasks[-1]:
             number = self.tasks.index(task) + 1
             masked: dict[str, nn.Parameter] = {}
@@ -260,9 +260,9 @@ class PackNet(FrozenPartsMethod):
                 owner = self.knowledge.owner[name]
                 visible = (owner != FREE) & (owner <= number)
                 masked[name] = nn.Parameter(parameter.detach().masked_fill(~visible, 0.0), requires_grad=False)
-            shown = [weight._replace(parameter=masked[weight.name]) for weight in self._packed]
-        before = [w._replace(parameter=w.module._parameters[w.key]) for w in shown]  # type: ignore[arg-type]
-        _set_weights(shown)
+            replacements = [weight._replace(parameter=masked[weight.name]) for weight in self._packed]
+        before = [w._replace(parameter=w.module._parameters[w.key]) for w in replacements]  # type: ignore[arg-type]
+        _set_weights(replacements)
         return before
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

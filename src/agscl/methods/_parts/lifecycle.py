@@ -233,9 +233,9 @@ class Method:
         names = {id(p): name for name, p in self.model.named_parameters()}
         for optimizer, groups in zip(optimizers, self.knowledge.parameter_order, strict=False):
             for group, order in zip(optimizer.param_groups, groups, strict=False):
-                place = {name: number for number, name in enumerate(order)}
+                position = {name: number for number, name in enumerate(order)}
                 if {names.get(id(p)) for p in group["params"]} == {name for name in order if name}:
-                    numbers = [place[names[id(p)]] for p in group["params"]]
+                    numbers = [position[names[id(p)]] for p in group["params"]]
                     ranks = sorted(range(len(numbers)), key=numbers.__getitem__)
                     for key in ("params", "param_names") if "param_names" in group else ("params",):
                         group[key][:] = [group[key][rank] for rank in ranks]
@@ -396,7 +396,7 @@ class Method:
         if not (dist.is_available() and dist.is_initialized()) or self.heads.is_shared:
             return
         device = next(self.model.parameters()).device
-        words = torch.tensor([int(digest[at : at + 8], 16) for at in range(0, len(digest), 8)], device=device)
+        words = torch.tensor([int(digest[start : start + 8], 16) for start in range(0, len(digest), 8)], device=device)
         highest, lowest = words.clone(), -words
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         dist.all_reduce(lowest, dist.ReduceOp.MAX)

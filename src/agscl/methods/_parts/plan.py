@@ -163,7 +163,7 @@ class Plan:
 
 def remove_parameter(group: dict[str, Any], parameter: nn.Parameter) -> None:
     """Take a parameter, and its name where there are names, out of a group of an optimizer."""
-    for place in reversed([place for place, p in enumerate(group["params"]) if p is parameter]):
-        del group["params"][place]
+    for position in reversed([position for position, p in enumerate(group["params"]) if p is parameter]):
+        del group["params"][position]
         if "param_names" in group:
-            del group["param_names"][place]
+            del group["param_names"][position]
