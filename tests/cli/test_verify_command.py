@@ -1,19 +1,22 @@
 """`agscl verify`."""
 
 import base64
+import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from agscl.certificate import ProbeOutputs
 from agscl.cli.main import main
 from agscl.experiments.config import configure
 from agscl.experiments.run import Interrupted, execute_run
-from agscl.experiments.verify import list_certificates
-from agscl.runs import Run
+from agscl.experiments.verify import _compute_probe_outputs, list_certificates
+from agscl.runs import Run, RunError
 from commands import QUICK, finish_command, start_command
 from run_files import edit_certificate, edit_checkpoint, forge_chain
 
@@ -46,6 +49,33 @@ def test_verify_ends_with_ok_on_an_untouched_run_and_finds_the_same_bits_on_the_
     assert code == 0
     assert lines[-1].startswith("OK: everything guaranteed after each of 5 tasks is unchanged")
     assert sum("outputs on the probe are bit-identical to those right after learning it" in line for line in lines) == 5
+
+
+def test_verify_of_a_foreign_run_contacts_no_one(guaranteed, small_hub, capsys):
+    """Not even for the weights that its config.json names."""
+    config = json.loads((guaranteed / "config.json").read_text())
+    config |= {"network": "alexnet", "network_options": {"weights": "hf://some/models/x.pth"}}
+    (guaranteed / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(Exception):  # the stored weights are those of another network
+        verdict(capsys)
+    assert small_hub.requests == []
+
+
+def test_verify_builds_a_network_without_the_weights_it_started_from(monkeypatch):
+    options = []
+
+    def build(config, *args):
+        options.append(dict(config.network_options))
+        raise RunError("seen enough")
+
+    monkeypatch.setattr("agscl.experiments.verify.build_model", build)
+    config = replace(
+        configure("digits", method="agscl"), network_options={"weights": "hf://some/models/x.pth", "other": 1}
+    )
+    probe = ProbeOutputs([2, 3], 0, "", {}, {})
+    with pytest.raises(RunError, match="seen enough"):
+        _compute_probe_outputs(config, probe, 0, {})
+    assert options == [{"other": 1}]
 
 
 def test_verify_fails_when_a_guaranteed_weight_moved(guaranteed, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,27 @@ TINY_IMAGENET_CLASSES = """
 """WordNet's numbers of the 100 classes in tinyimagenet32, in the order of their labels."""
 
 
+MAX_UNPACKED_BYTES = 256 << 20
+"""Of all files in an archive of Omniglot; the official ones have 20 MB."""
+
+
 def convert_omniglot(folder: Path) -> dict[str, Any]:
     """From the official archives images_background.zip and images_evaluation.zip."""
+    try:
+        return _convert_omniglot(folder)
+    except (ValueError, RuntimeError, zlib.error, EOFError) as error:  # other names inside, encrypted, damaged
+        raise DataError(f"the archives in {folder} are not those of Omniglot: {error}") from error
+
+
+def _convert_omniglot(folder: Path) -> dict[str, Any]:
     import pyarrow
 
     rows: dict[str, list[Any]] = {"image": [], "alphabet": [], "character": [], "evaluation": []}
     alphabets: list[str] = []
     for part in ("background", "evaluation"):
         with zipfile.ZipFile(folder / f"images_{part}.zip") as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > MAX_UNPACKED_BYTES:
+                raise ValueError(f"images_{part}.zip takes more than {MAX_UNPACKED_BYTES >> 20} MB when it is unpacked")
             for name in sorted(name for name in archive.namelist() if name.endswith(".png")):
                 top, alphabet, character, file = name.split("/")
                 if f"{top}/{alphabet}" not in alphabets:
@@ -63,10 +77,13 @@ def convert_tinyimagenet32(folder: Path) -> dict[str, Any]:
         for batch in images.iterate_encoded():
             for encoded in batch:
                 if labels[row] in new_label:
-                    with open_image(encoded) as image:
-                        small = image.convert("RGB").reduce(2)
-                    file = io.BytesIO()
-                    small.save(file, format="WEBP", quality=82)
+                    try:
+                        with open_image(encoded) as image:
+                            small = image.convert("RGB").reduce(2)
+                        file = io.BytesIO()
+                        small.save(file, format="WEBP", quality=82)
+                    except Exception as error:  # Pillow raises many kinds
+                        raise DataError(f"{images.describe_row(row)} cannot be decoded: {error}") from error
                     rows["image"].append({"bytes": file.getvalue(), "path": None})
                     rows["label"].append(new_label[labels[row]])
                 row += 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +31,12 @@ SIGNATURES = {
 }
 """The first bytes of each file format. Anything else is tried as TIFF only."""
 
+MAX_PIXELS = 1 << 26
+"""Largest image, as it is stored or while it is resized."""
+LARGE_PIXELS = 1 << 23
+"""Images larger than this are decoded one at a time, not one by each thread."""
+_large_image_lock = threading.Lock()
+
 
 def open_image(encoded: bytes) -> Any:
     """Open an encoded image with Pillow.
@@ -37,7 +46,10 @@ def open_image(encoded: bytes) -> Any:
     from PIL import Image
 
     format = next((format for signature, format in SIGNATURES.items() if encoded.startswith(signature)), "TIFF")
-    return Image.open(io.BytesIO(encoded), formats=[format])
+    image = Image.open(io.BytesIO(encoded), formats=[format])
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"it has {image.width} × {image.height} pixels, more than {MAX_PIXELS}")
+    return image
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,27 @@ class ImageDecoder:
 
     def decode(self, encoded: bytes) -> Array:
         """(channels, size, size) bytes."""
+        with open_image(encoded) as image:
+            is_large = max(image.width * image.height, self._count_resized_pixels(*image.size)) > LARGE_PIXELS
+            with _large_image_lock if is_large else contextlib.nullcontext():
+                return self._decode(image)
+
+    def _count_resized_pixels(self, width: int, height: int) -> int:
+        """Of the whole image resized, before its centre is cropped. Raises ValueError where they are too many."""
+        if self.fit != "crop":
+            return self.size * self.size
+        short = self.short or self.size
+        pixels = short * (short * max(width, height) // min(width, height))
+        if pixels > max(MAX_PIXELS, 16 * short * short):
+            raise ValueError(
+                f"it is {width} × {height}: too narrow to be resized to {short} pixels on its shorter side"
+            )
+        return pixels
+
+    def _decode(self, image: Any) -> Array:
         from PIL import Image
 
-        with open_image(encoded) as image:
+        with image:
             pixels = _reduce_to_8_bits(image).convert("L" if self.channels == 1 else "RGB")
         filter = Image.Resampling[self.filter.upper()]
         width, height = pixels.size
@@ -134,6 +164,7 @@ def _map_images(
         chosen = np.arange(len(images)) if rows is None else rows
         position = np.full(len(images), -1)
         position[chosen] = np.arange(len(chosen))
+        _require_memory(len(chosen) * math.prod(shape) * np.dtype(dtype).itemsize, str(images))
         results = np.empty((len(chosen), *shape), dtype)
 
         def apply(row: int, encoded: bytes) -> None:
@@ -150,6 +181,17 @@ def _map_images(
 
     key = (images.identity, identity, None if rows is None else rows.tobytes(), PIL.__version__)
     return cached_array(images.name, key, images.read_file_state(), compute)
+
+
+def _require_memory(needed: int, images: str) -> None:
+    """Raise DataError where decoded images take more memory than the machine has."""
+    if hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > available > 0:
+            raise DataError(
+                f"the images in {images} take {needed / 1e9:.1f} GB when they are decoded, but this machine has "
+                f"{available / 1e9:.1f} GB of memory. Choose a smaller size=..."
+            )
 
 
 def _describe_error(error: Exception) -> str:

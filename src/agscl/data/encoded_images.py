@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +18,19 @@ import numpy as np
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
 from agscl.data.ordering import natural_key
+from agscl.system.files import read_limited
 
 BATCH_SIZE = 1024
+BATCH_BYTES = 64 << 20
+"""A batch of encoded images ends with the one that reaches this size."""
+READ_BYTES = 64 << 20
+"""Parquet files are decoded in steps of so many rows that, at the worst, this much memory is taken."""
+MAX_FREE_BYTES, MAX_EXPANSION = 256 << 20, 20
+"""A column may be decoded to this many bytes, or to this multiple of the file's size, whichever is more."""
+MAX_FREE_ROWS = 1_000_000
+"""A Parquet file may have this many rows, or one for each of its bytes, whichever is more."""
+MAX_ENCODED_BYTES = 256 << 20
+"""Largest file of one image."""
 SUPPORTED_SUFFIXES = (
     ".png",
     ".jpg",
@@ -114,7 +126,11 @@ class ParquetImages(EncodedImages):
         opened = []
         for path in self._files:
             with self._explain_read_errors(path):
-                opened.append(parquet.ParquetFile(path))
+                file = parquet.ParquetFile(path)
+                rows, size = file.metadata.num_rows, path.stat().st_size
+                if not 0 <= rows <= max(MAX_FREE_ROWS, size):
+                    raise DataError(f"{path} claims to have {rows} rows in {size} bytes, so it is damaged")
+                opened.append(file)
         return opened
 
     def __len__(self) -> int:
@@ -152,14 +168,20 @@ class ParquetImages(EncodedImages):
         for path, file in zip(self._files, self._parquet_files, strict=True):
             if name not in {*file.schema_arrow.names, *self.nested_columns}:
                 raise DataError(f"{path} has no column {name!r}; its columns are: {', '.join(file.schema_arrow.names)}")
-            with self._explain_read_errors(path):
-                table = file.read(columns=[name])
-            values = (table if name in table.column_names else table.flatten()).column(name)
-            if pyarrow.types.is_nested(values.type):
-                raise DataError(f"the column {name!r} of {path} holds {values.type} instead of single values")
-            if values.null_count:
-                raise DataError(f"the column {name!r} of {path} has no value in {values.null_count} of its rows")
-            parts.append(values.to_numpy())
+            decoded, nulls = 0, 0
+            limit = max(MAX_FREE_BYTES, MAX_EXPANSION * path.stat().st_size)
+            for batch in self._read_batches(path, file, name):
+                table = pyarrow.Table.from_batches([batch])
+                values = (table if name in table.column_names else table.flatten()).column(name)
+                if pyarrow.types.is_nested(values.type):
+                    raise DataError(f"the column {name!r} of {path} holds {values.type} instead of single values")
+                nulls += values.null_count
+                decoded += values.nbytes
+                if decoded > limit:
+                    raise DataError(f"the column {name!r} of {path} takes more than {limit >> 20} MB when it is read")
+                parts.append(values.to_numpy())
+            if nulls:
+                raise DataError(f"the column {name!r} of {path} has no value in {nulls} of its rows")
         if not sum(map(len, parts)):
             raise DataError(f"{self} has no rows")
         return np.concatenate(parts)
@@ -168,10 +190,11 @@ class ParquetImages(EncodedImages):
         metadata = (self._parquet_files[0].schema_arrow.metadata or {}).get(b"huggingface", b"{}")
         try:
             feature = json.loads(metadata)["info"]["features"][column]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return []
-        names = feature.get("names", [])
-        return list(names.values()) if isinstance(names, dict) else list(names)
+        names = feature.get("names", []) if isinstance(feature, dict) else []
+        names = list(names.values()) if isinstance(names, dict) else names
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
     def describe_row(self, row: int) -> str:
         for path, file in zip(self._files, self._parquet_files, strict=True):
@@ -183,9 +206,9 @@ class ParquetImages(EncodedImages):
     def iterate_encoded(self) -> Iterator[list[bytes]]:
         import pyarrow
 
-        for path, file in zip(self._files, self._parquet_files, strict=True):
-            with self._explain_read_errors(path):
-                for batch in file.iter_batches(BATCH_SIZE, columns=[self.image_column]):
+        def read_all() -> Iterator[bytes]:
+            for path, file in zip(self._files, self._parquet_files, strict=True):
+                for batch in self._read_batches(path, file, self.image_column):
                     column = batch.column(0)
                     if pyarrow.types.is_struct(column.type) and "bytes" in column.type.names:
                         column = column.field("bytes")
@@ -198,7 +221,31 @@ class ParquetImages(EncodedImages):
                         raise DataError(
                             f"the column {self.image_column!r} of {path} has no image in {column.null_count} rows"
                         )
-                    yield column.to_pylist()
+                    for value in column:
+                        yield value.as_py()
+
+        return _group(read_all())
+
+    def _read_batches(self, path: Path, file: Any, column: str) -> Iterator[Any]:
+        """The record batches of a column, each of so few rows that a small file cannot fill the memory."""
+        with self._explain_read_errors(path):
+            limit = max(MAX_FREE_BYTES, MAX_EXPANSION * path.stat().st_size)
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                chunks = [group.column(index) for index in range(group.num_columns)]
+                sizes = [
+                    chunk.total_uncompressed_size
+                    for chunk in chunks
+                    if chunk.path_in_schema == column or chunk.path_in_schema.startswith(column + ".")
+                ]
+                if any(size < 0 for size in sizes) or sum(sizes) > limit:
+                    raise DataError(
+                        f"the column {column!r} of {path} takes {sum(sizes) >> 20} MB when it is read, more than the "
+                        f"{limit >> 20} MB allowed for a file of {path.stat().st_size} bytes"
+                    )
+                # A value may be as long as all pages together, and be repeated in every row at no cost.
+                rows = max(1, min(BATCH_SIZE, READ_BYTES // max(1, sum(sizes))))
+                yield from file.iter_batches(rows, row_groups=[number], columns=[column], use_threads=False)
 
     @contextlib.contextmanager
     def _explain_read_errors(self, path: Path) -> Iterator[None]:
@@ -293,8 +340,28 @@ class FolderImages(EncodedImages):
         return str(self.files[row])
 
     def iterate_encoded(self) -> Iterator[list[bytes]]:
-        for start in range(0, len(self.files), BATCH_SIZE):
-            yield [path.read_bytes() for path in self.files[start : start + BATCH_SIZE]]
+        return _group(self._read_file(path) for path in self.files)
+
+    @staticmethod
+    def _read_file(path: Path) -> bytes:
+        try:
+            return read_limited(path, MAX_ENCODED_BYTES)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _group(images: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lists of at most `BATCH_SIZE` images and about `BATCH_BYTES` bytes."""
+    batch: list[bytes] = []
+    size = 0
+    for image in images:
+        batch.append(image)
+        size += len(image)
+        if len(batch) == BATCH_SIZE or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def find_split(name: str, folder: Path, split: str, image: str | None = None) -> EncodedImages | None:
@@ -304,7 +371,12 @@ def find_split(name: str, folder: Path, split: str, image: str | None = None) ->
         return ParquetImages(name, (single,), image)
     shards = sorted(folder.glob(f"{split}-*-of-*.parquet"))
     if shards:
-        count = int(shards[0].stem.rsplit("-of-", 1)[1].split("-")[0])
+        number = re.fullmatch(r".*-of-([0-9]{1,6})(-.*)?", shards[0].stem)
+        if number is None:
+            raise DataError(
+                f"{shards[0]} is not named {split}-00000-of-00002.parquet, as one of several files should be"
+            )
+        count = int(number[1])
         if len(shards) != count:
             raise DataError(
                 f"{folder} contains {len(shards)} of the {count} files {shards[0].name} ... If `agscl data get` "

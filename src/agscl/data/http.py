@@ -140,9 +140,7 @@ def _transfer(file: RemoteFile, part: Path, headers: Mapping[str, str], advance:
         expected = announced if file.size is None else file.size
         limit = MAX_UNANNOUNCED_SIZE if file.size is None else file.size
         if announced is not None and announced > limit:
-            raise TooLarge(
-                f"the server announces {announced} bytes, expected are {'at most ' * (file.size is None)}{limit}"
-            )
+            raise TooLarge(f"the server announces {announced} bytes, expected are at most {limit}")
         meter.start_body(limit - start, None)
         received = start
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,9 @@ def _compute_probe_outputs(
         device = "cpu"
     with torch.random.fork_rng(devices=[]):
         batch = ProbeOutputs.draw_batch(probe.shape, seed).to(device)
-        model, method = build_model(config, config.method, batch[:2], device)
+        # Pretrained weights would be replaced at once, and a foreign config.json must not make us download anything.
+        options = {name: value for name, value in config.network_options.items() if name != "weights"}
+        model, method = build_model(replace(config, network_options=options), config.method, batch[:2], device)
         for task, output in probe.outputs.items():
             model.add_head(task, output["shape"][1])
         place_model(model, device, config.training).load_state_dict(trainer_state["model"])
