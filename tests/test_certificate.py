@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from agscl import AGSCL, Certificate, FineTune, MultiHead
+from agscl import AGSCL, EWC, Certificate, FineTune, MultiHead, Together
 from agscl.certificate import NEVER, ProbeOutputs, digest_groups, verify
 from loops import adam, bits, learn, make, mlp
 
@@ -169,3 +172,286 @@ def test_the_file_is_plain_json(tmp_path):
     data = json.loads((tmp_path / "c.json").read_text())
     assert data["task"] == "t0"
     assert data["kind"] == "guaranteed"
+
+
+# Old outputs that changed, whatever the cause
+
+
+class CosineHead(nn.Linear):
+    """Divides by the norm of all features, so that columns of 0 do not keep a feature out."""
+
+    def forward(self, x):
+        return F.linear(F.normalize(x), self.weight, self.bias)
+
+
+class RunningMean(nn.Module):
+    """Adds a moving average of what it saw, kept in a buffer of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x):
+        if self.training:
+            self.mean += 0.1 * (x.detach().mean(0) - self.mean)
+        return x - self.mean
+
+
+def two_tasks(trunk, *, head=nn.Linear, change=lambda model: None, when="within", **options):
+    """Certificates of two tasks with λ = ∞; `change(model)` runs within the second, or before or after it."""
+    torch.manual_seed(0)
+    model = MultiHead(trunk, features=32)
+    for number in range(2):
+        model.add_head(f"t{number}", head(32, 3))
+    optimizer = adam(model)
+    method = AGSCL(model, torch.randn(2, 16), **{**GOOD, **options})
+    learn(method, optimizer, 0)
+    certificates = [method.certificate()]
+    learn(method, optimizer, 1, steps=range(4), end=False)
+    if when == "within":
+        change(model)
+        optimizer.add_param_group({"params": list(find_new(model, optimizer))})
+    learn(method, optimizer, 1, steps=range(4, 32), begin=False)
+    if when == "after":
+        change(model)
+    certificates.append(method.certificate())
+    return method, certificates
+
+
+def find_new(model, optimizer):
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in model.parameters() if id(p) not in known]
+
+
+def with_norm():
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()
+    )
+
+
+def frozen_first():
+    trunk = nn.Sequential(nn.Linear(16, 16), *mlp())
+    trunk[0].requires_grad_(False)
+    return trunk
+
+
+def widen_eps(model):
+    model.trunk[1].eps = 0.1
+
+
+CAUSES = {
+    "a head that is a subclass of Linear with a forward of its own": (mlp, {"head": CosineHead}),
+    "a layer unfrozen within a task": (frozen_first, {"change": lambda m: m.trunk[0].requires_grad_(True)}),
+    "a module with a running buffer of its own": (lambda: nn.Sequential(RunningMean(16), *mlp()), {}),
+    "a layer inserted within a task": (mlp, {"change": lambda m: m.trunk.append(nn.Linear(32, 32))}),
+    "another eps of BatchNorm": (with_norm, {"change": widen_eps}),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_old_outputs_that_changed_are_said_first_and_nothing_is_guaranteed(cause):
+    make_trunk, options = CAUSES[cause]
+    method, certificates = two_tasks(make_trunk(), **options)
+    last = certificates[-1]
+    assert last.kind == "held"
+    assert last.changed_outputs == ["t0"]
+    assert str(last).startswith("NOT GUARANTEED: the outputs of task t0 on the probe changed")
+    assert "guaranteed for good" not in str(last)
+    verdict = verify(certificates, method.model.state_dict())
+    assert any(line.startswith("t1: NOT GUARANTEED: the outputs of task t0") for line in verdict.lines)
+    if certificates[0].kind == "guaranteed":
+        assert not verdict.ok
+        assert any("FAILED: outputs of task 't0'" in line for line in verdict.lines)
+
+
+@pytest.mark.parametrize("trunk", [mlp, with_norm])
+def test_old_outputs_that_kept_their_bits_stay_guaranteed(trunk):
+    _, certificates = two_tasks(trunk())
+    assert [c.kind for c in certificates] == ["guaranteed", "guaranteed"]
+    assert not certificates[-1].warnings
+    assert "guaranteed for good" in str(certificates[-1])
+
+
+def test_a_head_with_a_forward_of_its_own_is_named_before_anything_changed():
+    _, certificates = two_tasks(mlp(), head=CosineHead)
+    assert "heads.t0 (CosineHead) has a forward of its own" in str(certificates[0])
+
+
+def test_outputs_are_compared_with_those_recorded_before_a_resume():
+    method, _ = two_tasks(with_norm())
+    resumed = AGSCL(copy.deepcopy(method.model), torch.randn(2, 16), **GOOD)
+    resumed.load_state_dict(method.state_dict())
+    assert resumed.certificate().kind == "guaranteed"
+    widen_eps(resumed.model)
+    certificate = resumed.certificate()
+    assert (certificate.kind, certificate.changed_outputs) == ("held", ["t0", "t1"])
+
+
+def test_outputs_are_compared_although_no_certificate_was_made_before():
+    torch.manual_seed(0)
+    model = MultiHead(with_norm(), features=32)
+    method, optimizer = AGSCL(model, torch.randn(2, 16), **GOOD), adam(model)
+    learn(method, optimizer, 0)
+    widen_eps(model)
+    learn(method, optimizer, 1)
+    assert method.certificate().changed_outputs == ["t0"]
+
+
+def test_a_probe_of_ones_own_is_compared_with_the_certificate_before():
+    method, _, _ = chain(tasks=1, cls=FineTune)
+    batch = torch.randn(4, 16)
+    assert method.certificate(batch).changed_outputs == []
+    with torch.no_grad():
+        method.model.trunk[0].weight += 1
+    assert method.certificate(batch).changed_outputs == ["t0"]
+
+
+def test_outputs_recorded_in_another_environment_are_not_compared(monkeypatch):
+    method, _ = two_tasks(mlp())
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    widen = method.model.trunk[0].register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
+    certificate = method.certificate()
+    widen.remove()
+    assert certificate.changed_outputs == []
+    assert any("outputs of t0, t1 were not compared" in note for note in certificate.notes)
+
+
+def test_what_is_recorded_of_outputs_stays_small():
+    method, _, _ = chain(tasks=1, **GOOD)
+    for _ in range(10):
+        method.certificate(torch.randn(4, 16))
+    assert len(method.knowledge.output_digests) == 4
+
+
+# What limits a guarantee
+
+
+def test_without_zeros_nothing_is_guaranteed():
+    _, certificates = two_tasks(mlp(), zero_init="off")
+    assert certificates[-1].kind == "held"
+    assert str(certificates[-1]).startswith("NOT GUARANTEED: ")
+    assert "zero_init='off'" in str(certificates[-1])
+    assert "guaranteed for good" not in str(certificates[-1])
+
+
+@pytest.mark.parametrize("zero_init", ["off", "while_free"])
+def test_with_a_finite_lam_the_zero_rule_is_a_note(zero_init):
+    _, certificates, _ = chain(tasks=1, mu=8, lam=1.0, zero_init=zero_init)
+    assert f"zero_init='{zero_init}'" in str(certificates[0])
+
+
+class WithExcluded(nn.Sequential):
+    """A LayerNorm in the middle, which reads nodes and is read by nodes."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.ReLU()
+        )
+
+
+@pytest.mark.parametrize("excluded", ["freeze", "train"])
+def test_excluded_layers_that_read_nodes_leave_outputs_uncovered_which_is_said_first(excluded):
+    method, certificates = two_tasks(WithExcluded(), exclude=["trunk.2", "trunk.3"], excluded=excluded)
+    for certificate in certificates:
+        assert certificate.kind == "held"
+        assert str(certificate).startswith("NOT GUARANTEED: ")
+        assert "trunk.2 is excluded" in str(certificate)
+    verdict = verify(certificates, method.model.state_dict())
+    assert any("NOT GUARANTEED" in line and "trunk.2 is excluded" in line for line in verdict.lines)
+
+
+def test_an_excluded_layer_that_reads_only_the_input_and_is_frozen_keeps_the_guarantee():
+    trunk = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), *mlp())
+    _, certificates = two_tasks(trunk, exclude=["trunk.0"])
+    assert certificates[-1].kind == "guaranteed"
+    assert "trunk.0 (excluded)" in str(certificates[-1])
+
+
+def test_weights_changed_after_end_task_are_named_and_nothing_is_said_to_be_kept():
+    def stray_step(model):
+        with torch.no_grad():
+            for parameter in model.trunk.parameters():
+                parameter.add_(1e-3)
+
+    method, certificates = two_tasks(mlp(), change=stray_step, when="after")
+    last = certificates[-1]
+    assert last.kind == "held"
+    assert last.moved_after_task == last.important
+    assert f"the weights of {len(last.important)} of {len(last.important)} important nodes changed after" in str(last)
+    assert "kept every bit" not in str(last)
+    assert "guaranteed for good" not in str(last)
+    assert not verify(certificates, method.model.state_dict()).ok
+
+
+def test_one_row_changed_after_end_task_is_no_longer_among_those_that_held():
+    method, certificates = two_tasks(mlp())
+    row = certificates[0].important[0]
+    with torch.no_grad():
+        method.model.trunk[0].weight[row] += 1
+    certificate = method.certificate()
+    assert certificate.moved_after_task == [row]
+    assert row not in certificate.held
+    assert row in certificate.moved
+
+
+def test_methods_together_certify_what_their_members_certify():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    optimizer = adam(model)
+    method = Together(EWC(model, lam=1.0), AGSCL(model, torch.zeros(2, 16), **GOOD))
+    certificates = []
+    for number in range(2):
+        learn(method, optimizer, number)
+        certificates.append(method.certificate())
+    last = certificates[-1]
+    assert last.kind == "guaranteed"
+    assert last.held == certificates[0].important != []
+    assert last.probe is not None
+    assert verify(certificates, model.state_dict()).ok
+    with torch.no_grad():
+        model.trunk[0].weight[last.important[0]] += 1
+    assert method.certificate().moved_after_task == [last.important[0]]
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_check_against_another_width_says_which_layer_is_wrong(width):
+    _, certificates, _ = chain(tasks=1, **GOOD)
+    other = MultiHead(mlp(width), features=width)
+    other.add_head("t0", 3)
+    with pytest.raises(ValueError, match=rf"trunk\.0\.weight has {width} rows, expected 32"):
+        certificates[0].check(other.state_dict())
+
+
+def test_a_check_against_other_columns_says_which_layer_is_wrong():
+    _, certificates, tensors = chain(tasks=1, **GOOD)
+    tensors["trunk.2.weight"] = torch.zeros(32, 40)
+    with pytest.raises(ValueError, match=r"trunk\.2\.weight has 40 columns, expected 32"):
+        certificates[0].check(tensors)
+
+
+def test_memory_layout_belongs_to_the_environment_of_a_probe():
+    conv, batch = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8)
+    probe = ProbeOutputs.from_outputs(batch, {}, 0, conv)
+    assert probe.same_environment(batch, conv)
+    assert not probe.same_environment(batch.to(memory_format=torch.channels_last), conv)
+    assert not probe.same_environment(batch, conv.to(memory_format=torch.channels_last))
+
+
+def test_notes_are_in_the_text_and_in_what_verify_says():
+    trunk = nn.Sequential(nn.Linear(16, 16), *mlp())
+    trunk[0].requires_grad_(False)
+    method, certificates = two_tasks(trunk)
+    assert "2 frozen tensors (trunk.0.weight, …) are outside the digests" in str(certificates[-1])
+    verdict = verify(certificates, method.model.state_dict())
+    assert verdict.lines.count("note: 2 frozen tensors (trunk.0.weight, …) are outside the digests") == 1
+
+
+def test_a_certificate_saved_without_the_newer_fields_can_be_read(tmp_path):
+    _, certificates, tensors = chain(tasks=1, **GOOD)
+    certificates[0].save(tmp_path / "c.json")
+    content = json.loads((tmp_path / "c.json").read_text())
+    for name in ("changed_outputs", "moved_after_task", "uncovered"):
+        del content[name]
+    (tmp_path / "c.json").write_text(json.dumps(content))
+    assert Certificate.load(tmp_path / "c.json").check(tensors).ok

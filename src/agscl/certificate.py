@@ -4,10 +4,11 @@ The proof is portable: digests of the frozen groups and of the old heads, and th
 exactly zero. Checking it needs the tensors of a `state_dict`, no model code. Two kinds:
 
     held         these nodes did not move during this task (they may in a later one)
-    guaranteed   these nodes can never move again (λ = ∞)
+    guaranteed   these nodes can never move again (λ = ∞), and nothing that is learned later reaches old outputs
 
-Outputs of the old heads on a probe batch are a second witness. The same weights give other bits on another device,
-with other threads or another batch shape; the certificate says which were used, and compares bits only there.
+Outputs of the old heads on a probe batch are a second witness: where they changed since a task was learned, whatever
+the cause, nothing is guaranteed. The same weights give other bits on another device, with other threads, another batch
+shape or memory layout; the certificate says which were used, and compares bits only there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agscl.system.files import write_atomically
 from agscl.system.tf32 import tf32_allowed
@@ -61,10 +62,20 @@ def digest_groups(tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int
     """A digest per group over the bits of all its rows; `rows[name][r]` is the group of row r of that tensor."""
     totals = [blake2b(digest_size=16) for _ in range(size)]
     for name, groups in rows.items():
+        _check_rows(name, tensors[name], len(groups))
         for group, row in zip(groups, _row_bytes(tensors[name]), strict=True):
             if group >= 0:
                 totals[group].update(row.tobytes())
     return [total.hexdigest() for total in totals]
+
+
+def _check_rows(name: str, tensor: Tensor, expected: int) -> None:
+    rows = len(tensor) if tensor.dim() else 1
+    if rows != expected:
+        raise ValueError(
+            f"{name} has {rows} rows, expected {expected}: these are the weights of another network, or the layer was "
+            "replaced."
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,8 @@ class ProbeOutputs:
     outputs: dict[str, dict[str, Any]]
 
     @staticmethod
-    def describe_environment(tensor: Tensor) -> dict[str, str | int]:
+    def describe_environment(tensor: Tensor, model: nn.Module | None = None) -> dict[str, str | int]:
+        """All that the bits of a forward pass of `model` on `tensor` depend on, beside the weights."""
         device = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else tensor.device.type
         environment: dict[str, str | int] = {
             "device": device,
@@ -103,6 +115,9 @@ class ProbeOutputs:
         }
         if tensor.is_cuda:
             environment["tf32"] = ", ".join(name for name, on in tf32_allowed().items() if on) or "none"
+        weights = [] if model is None else model.parameters()
+        if any(_is_channels_last(some) for some in (tensor, *weights)):
+            environment["memory_layout"] = "channels last"
         return environment
 
     @staticmethod
@@ -110,7 +125,9 @@ class ProbeOutputs:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
     @classmethod
-    def from_outputs(cls, batch: Tensor, outputs: Mapping[str, Tensor], seed: int | None) -> ProbeOutputs:
+    def from_outputs(
+        cls, batch: Tensor, outputs: Mapping[str, Tensor], seed: int | None, model: nn.Module | None = None
+    ) -> ProbeOutputs:
         stored = {
             task: {
                 "shape": list(output.shape),
@@ -118,9 +135,8 @@ class ProbeOutputs:
             }
             for task, output in outputs.items()
         }
-        return cls(
-            list(batch.shape), seed, digest_tensors({"x": batch}, ["x"]), cls.describe_environment(batch), stored
-        )
+        environment = cls.describe_environment(batch, model)
+        return cls(list(batch.shape), seed, digest_tensors({"x": batch}, ["x"]), environment, stored)
 
     def compare(self, batch: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
         """Largest difference per task between the stored outputs and these; 0.0 means equal bits."""
@@ -135,8 +151,24 @@ class ProbeOutputs:
             differences[task] = float(np.abs(old - new).max()) if old.tobytes() != new.tobytes() else 0.0
         return differences
 
-    def same_environment(self, batch: Tensor) -> bool:
-        return self.environment == self.describe_environment(batch) and self.shape == list(batch.shape)
+    def same_environment(self, batch: Tensor, model: nn.Module | None = None) -> bool:
+        return self.environment == self.describe_environment(batch, model) and self.shape == list(batch.shape)
+
+    def find_changed(self, later: ProbeOutputs | None) -> list[str]:
+        """Tasks whose stored outputs have other bits in `later`; none where the two cannot be compared."""
+        if later is None or (self.digest, self.shape, self.environment) != (
+            later.digest,
+            later.shape,
+            later.environment,
+        ):
+            return []
+        return [task for task, stored in self.outputs.items() if later.outputs.get(task, stored) != stored]
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 
 
 @dataclass(frozen=True)
@@ -169,12 +201,37 @@ class Certificate:
     heads: dict[str, str]  # task -> digest of its head
     head_tensors: dict[str, list[str]]  # task -> names of its head's tensors
     moved_heads: list[str] = field(default_factory=list)  # tasks whose head changed since they were learned
-    notes: list[str] = field(default_factory=list)  # what this certificate does not cover
+    notes: list[str] = field(default_factory=list)  # what the digests leave out
     probe: ProbeOutputs | None = None
+    changed_outputs: list[str] = field(default_factory=list)  # tasks whose outputs changed since they were learned
+    moved_after_task: list[int] = field(default_factory=list)  # important groups whose bits changed after end_task
+    uncovered: list[str] = field(default_factory=list)  # why outputs of old tasks may change although no node moves
 
     @property
     def important(self) -> list[int]:
         return [group for group, task in enumerate(self.first) if task != NEVER]
+
+    @property
+    def guarantees_outputs(self) -> bool:
+        """Whether outputs of the tasks learned so far can never change."""
+        excluded = any("outputs that depend on it are not covered" in note for note in self.notes)  # in older files
+        return self.kind == "guaranteed" and self.zero_rule == "paper" and not (self.uncovered or excluded)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was seen, or is known, to break or limit the certificate, a clause each."""
+        found = []
+        if self.changed_outputs:
+            tasks = f"task{'s' * (len(self.changed_outputs) > 1)} {', '.join(self.changed_outputs)}"
+            found.append(f"the outputs of {tasks} on the probe changed since they were learned")
+        if count := len(self.moved_after_task):
+            found.append(
+                f"the weights of {count} of {len(self.important)} important nodes changed after end_task (a step "
+                "outside a task? averaged weights swapped in?)"
+            )
+        if self.uncovered:
+            found.append(f"outputs of old tasks are not covered: {'; '.join(self.uncovered)}")
+        return found
 
     def zeros(self) -> int:
         """How many weights must be exactly zero (a filter's k×k entries counted as one)."""
@@ -203,6 +260,11 @@ class Certificate:
         nonzero = {}
         for name in self.layout.readers:
             pattern = self._zero_pattern(name)
+            if tuple(tensors[name].shape[:2]) != pattern.shape:
+                raise ValueError(
+                    f"{name} has {tensors[name].shape[1]} columns, expected {pattern.shape[1]}: these are the weights "
+                    "of another network, or the layer was replaced."
+                )
             weight = tensors[name].detach().float().cpu().numpy().reshape(*pattern.shape, -1)
             if count := int(((weight != 0).any(2) & pattern).sum()):
                 nonzero[name] = count
@@ -216,14 +278,18 @@ class Certificate:
         nodes = (
             f"{len(self.held)} of {before} important nodes kept every bit" if before else "no node was important before"
         )
-        zeros = f"{self.zeros()} weights into important nodes are exactly 0"
+        if before and not self.held:
+            nodes = f"none of {before} important nodes is unchanged"
+        zeros = "" if self.moved_after_task else f"{self.zeros()} weights into important nodes are exactly 0, "
         kind = "guaranteed for good" if self.kind == "guaranteed" else "held during this task"
         if self.kind == "guaranteed" and self.moved:
             kind = "GUARANTEE BROKEN"
-        kind = f" ({kind})" if before else ""
+        kind = f" ({kind})" if before and (self.held or self.kind == "guaranteed") else ""
         heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unmoved"
         heads += f", MOVED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
-        return f"after task {self.task!r}: {nodes}{kind}, {zeros}, {heads}"
+        warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}. " if self.warnings else ""
+        notes = f". Note: {'; '.join(self.notes)}" if self.notes else ""
+        return f"{warning}{'A' if warning else 'a'}fter task {self.task!r}: {nodes}{kind}, {zeros}{heads}{notes}"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -281,6 +347,16 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
                     )
                 elif later.digests[group] != before.digests[group]:
                     drifted[later.task] = drifted.get(later.task, 0) + 1
+        changed: dict[str, str] = {}  # task -> the first one after which its outputs were others
+        for later in certificates[number + 1 :] if certificate.guarantees_outputs else ():
+            seen = certificate.probe.find_changed(later.probe) if certificate.probe else []
+            for task in (*seen, *later.changed_outputs):
+                if task in certificate.heads:
+                    changed.setdefault(task, later.task)
+        failed += [
+            f"outputs of task {task!r}, guaranteed after task {certificate.task!r}, had changed after task {later!r}"
+            for task, later in changed.items()
+        ]
         for task, head in certificate.heads.items():
             if last.heads.get(task) != head:
                 failed.append(f"the head of task {task!r} moved after task {certificate.task!r}")
@@ -291,5 +367,7 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
             f"{certificate.task}: {len(certificate.important)} important nodes ({certificate.kind}), "
             + (words or ("all as they were" if number + 1 < len(certificates) else "the last task"))
         )
+        lines += [f"{certificate.task}: NOT GUARANTEED: {warning}" for warning in certificate.warnings]
+    lines += dict.fromkeys(f"note: {note}" for certificate in certificates for note in certificate.notes)
     lines += [f"FAILED: {line}" for line in failed]
     return Verdict(not failed, lines)

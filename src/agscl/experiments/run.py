@@ -218,7 +218,7 @@ def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> Path:
         shape = first.prepare_inputs(first.train_x[:1]).shape[1:]
         batch = ProbeOutputs.draw_batch([PROBE_SIZE, *shape], seed=0).to(trainer.device)
         certificate = replace(
-            certificate, probe=ProbeOutputs.from_outputs(batch, trainer.method.head_outputs(batch), 0)
+            certificate, probe=ProbeOutputs.from_outputs(batch, trainer.method.head_outputs(batch), 0, trainer.model)
         )
     path = certificate_path(run.folder, tasks_learned)
     with run.explain_write_errors():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
 from agscl.experiments.build import build_model
@@ -128,7 +128,8 @@ def _check_certificates(
     failures = [line.removeprefix("FAILED: ") for line in verdict.lines if line.startswith("FAILED")]
     lines = [line for line in verdict.lines if not line.startswith("FAILED")]
     if not certificates[-1].layout.size:
-        lines = [f"{len(certificates)} heads checked; {certificates[-1].method} guarantees nothing about the nodes"]
+        heads = f"{len(certificates)} heads checked; {certificates[-1].method} guarantees nothing about the nodes"
+        lines = [heads, *(line for line in lines if "NOT GUARANTEED" in line or line.startswith("note: "))]
     return lines + probe_lines, failures + probe_failures
 
 
@@ -210,8 +211,8 @@ def _check_probe_outputs(
         return ["the certificates have no probe that can be drawn again, so outputs were not compared"], []
     lines, failures = [], []
     with use_threads(int(last.probe.environment["threads"])), tf32_for(config.training.precision):
-        batch, outputs = _compute_probe_outputs(config, last.probe, last.probe.seed, trainer_state)
-        here, there = ProbeOutputs.describe_environment(batch), last.probe.environment
+        batch, outputs, model = _compute_probe_outputs(config, last.probe, last.probe.seed, trainer_state)
+        here, there = ProbeOutputs.describe_environment(batch, model), last.probe.environment
         for certificate in certificates:
             if certificate.probe is None:
                 continue
@@ -219,16 +220,16 @@ def _check_probe_outputs(
             difference = differences[certificate.task]
             change = "bit-identical to" if difference == 0 else f"up to {difference:.2g} away from"
             lines.append(f"{certificate.task}: outputs on the probe are {change} those right after learning it")
-            # With other zero rules, or with layers excluded from the nodes, later nodes may reach old outputs.
-            exact = certificate.kind == "guaranteed" and certificate.zero_rule == "paper" and not certificate.notes
-            if certificate.probe.same_environment(batch) and (exact or certificate is last):
+            exact = certificate.guarantees_outputs or certificate is last
+            if certificate.probe.same_environment(batch, model) and exact:
                 failures += [
                     f"outputs of task {task!r} on the probe differ by up to {difference:.2g} from those certified "
                     f"after task {certificate.task!r}"
                     for task, difference in differences.items()
                     if difference != 0
                 ]
-    changed = [f"{key} {there.get(key)} then, {here[key]} now" for key in here if there.get(key) != here[key]]
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    changed = [f"{key} {there.get(key, 'default')} then, {here.get(key, 'default')} now" for key in keys]
     if changed:
         lines.append(f"computed in a different environment ({'; '.join(changed)}): a bit mismatch is inconclusive")
     return lines, failures
@@ -236,8 +237,8 @@ def _check_probe_outputs(
 
 def _compute_probe_outputs(
     config: RunConfig, probe: ProbeOutputs, seed: int, trainer_state: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The probe, drawn again from its seed, and the outputs of all heads on it."""
+) -> tuple[Tensor, dict[str, Tensor], nn.Module]:
+    """The probe, drawn again from its seed, the outputs of all heads on it, and the model."""
     try:
         check_device(device := config.device)
     except ValueError:
@@ -251,4 +252,4 @@ def _compute_probe_outputs(
             model.add_head(task, output["shape"][1])
         place_model(model, device, config.training).load_state_dict(trainer_state["model"])
         method.load_state_dict(trainer_state["method"])
-        return batch, method.head_outputs(batch)
+        return batch, method.head_outputs(batch), model

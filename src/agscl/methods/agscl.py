@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
 from agscl.methods._parts.activations import measure_activations
+from agscl.methods._parts.agscl_certificate import certify_nodes
 from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes
@@ -322,17 +323,7 @@ class AGSCL(NodeMethod):
         return forecast_node_memory(outline, DIGEST_BYTES, keeps_initial_weights=settings.get("reinit_from") == "start")
 
     def _certified_claims(self) -> dict[str, Any]:
-        digests = self.knowledge.digests
-        assert digests is not None
-        notes = [f"layer {name} is excluded: outputs that depend on it are not covered" for name in self.graph.exclude]
-        covered = {*digests.layout.parameters, *self.heads.parameters(self.tasks)}
-        if frozen := [n for n, p in self.model.named_parameters() if n not in covered and not p.requires_grad]:
-            notes.append(f"{len(frozen)} frozen tensors ({frozen[0]}, …) are outside the digests")
-        if self.config.zero_init == "off":
-            notes.append("zero_init is off: old outputs may change through free nodes")
-        kind = "guaranteed" if math.isinf(self.config.lam) and self.config.prox else "held"
-        claims = digests.describe_groups(self.knowledge.first_task)
-        return {"kind": kind, "zero_rule": self.config.zero_init, "notes": notes, **claims}
+        return certify_nodes(self)
 
     def _check_group_count(self, state: Mapping[str, Any]) -> None:
         self._require_group_count(len(state["omega"]))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.methods._parts.lifecycle import Forward, Method
+from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.penalties import WeightMethod
 
 __all__ = ["Together"]
@@ -86,6 +87,7 @@ class Together(Method):
         for method in self.methods:
             if method.task is not None:  # after an error it has ended already
                 method.end_task(batches, forward)
+        self._record_outputs(self.tasks[-1])  # once more, now that all are done
 
     def loss(self, x: Any, output: Any) -> Tensor:
         return torch.stack([method.loss(x, output) for method in self.methods]).sum()
@@ -115,6 +117,16 @@ class Together(Method):
     def statistics(self) -> dict[str, Any]:
         """Each method's own, by its place and name."""
         return {f"{n} {type(m).__name__}": m.statistics() for n, m in enumerate(self.methods, 1)}
+
+    def _default_probe(self) -> tuple[Any, int | None]:
+        return next((m._default_probe() for m in self.methods if isinstance(m, NodeMethod)), (None, None))
+
+    def _certified_claims(self) -> dict[str, Any]:
+        """Those of the method that certifies nodes, with what the others note."""
+        claims = [method._certified_claims() for method in self.methods]
+        notes = [note for some in claims for note in some.get("notes", [])]
+        uncovered = [clause for some in claims for clause in some.get("uncovered", [])]
+        return {**max(claims, key=lambda some: some["layout"].size), "notes": notes, "uncovered": uncovered}
 
     def state_dict(self) -> dict[str, Any]:
         return {"method": type(self).__name__, "methods": [method.state_dict() for method in self.methods]}

@@ -62,14 +62,20 @@ class GroupDigests:
         return DIGEST_BYTES * self.layout.size * (2 if self.layout.statistics else 1)
 
     def describe_groups(self, first_task: Tensor) -> dict[str, Any]:
-        """The fields of a certificate on the groups; `first_task` (groups,) is the task each became important in."""
+        """The fields of a certificate on the groups; `first_task` (groups,) is the task each became important in.
+
+        The live weights are compared with those that the last task ended with.
+        """
         first = first_task.tolist()
+        _, live = self._compute()
+        changed = [g for g, task in enumerate(first) if task != NEVER and live[g] != self.rows[g]]
         return {
             "layout": self.layout,
             "first": first,
             "digests": [None if task == NEVER else digest for digest, task in zip(self.rows, first, strict=True)],
-            "held": self.unmoved,
-            "moved": self.moved,
+            "held": [group for group in self.unmoved if group not in set(changed)],
+            "moved": sorted({*self.moved, *set(self.unmoved).intersection(changed)}),
+            "moved_after_task": changed,
         }
 
 

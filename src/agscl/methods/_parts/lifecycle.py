@@ -22,6 +22,7 @@ from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
+from agscl.methods._parts.recorded_outputs import compare_outputs, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
 
 __all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
@@ -165,6 +166,7 @@ class Method:
         digest = digest_tensors(self.model.state_dict(), names)
         self.knowledge.head_digests[plan.task] = digest
         self._check_ranks(plan.task, digest)
+        self._record_outputs(plan.task)
 
     def loss(self, x: Any, output: Any) -> Tensor:
         """A term to add to the task's loss; 0 for methods that need none."""
@@ -309,12 +311,17 @@ class Method:
         if not self.tasks:
             raise RuntimeError("No task has been learned yet, so there is nothing to certify.")
         claims = self._certified_claims()
-        outputs = None if probe is None else ProbeOutputs.from_outputs(probe, self.head_outputs(probe), None)
+        stored, changed, unrecorded = self._compute_outputs(probe)
         names = {task: self.heads.tensor_names(task, self.tasks) for task in self.tasks}
         tensors = self.model.state_dict()
-        notes = list(claims.pop("notes", []))
         if self.heads.is_shared:
-            names, notes = {}, [*notes, "all tasks share one head, which every task trains"]
+            names, shared = {}, "all tasks share one head, which every task trains"
+            claims["uncovered"] = [*dict.fromkeys([*claims.get("uncovered", []), shared])]
+        if unrecorded and claims["kind"] == "guaranteed":
+            tasks = ", ".join(unrecorded)
+            claims["notes"] = [*claims["notes"], f"outputs of {tasks} were not compared: recorded elsewhere, or never"]
+        if changed or claims.get("uncovered"):
+            claims["kind"] = "held"
         digests = self.knowledge.head_digests
         return Certificate(
             moved_heads=[task for task in names if digest_tensors(tensors, names[task]) != digests[task]],
@@ -323,16 +330,44 @@ class Method:
             index=len(self.tasks) - 1,
             heads={task: digests[task] for task in names},
             head_tensors=names,
-            notes=notes,
-            probe=outputs,
+            probe=stored,
+            changed_outputs=changed,
             **claims,
         )
 
-    def head_outputs(self, x: Tensor) -> dict[str, Tensor]:
-        """The output of every learned task's head on `x`, in eval mode; a dict head's parts are concatenated."""
+    def _default_probe(self) -> tuple[Any, int | None]:
+        """Inputs on which outputs are recorded, and the seed they were drawn from; None: there are none."""
+        return None, None
+
+    def _record_outputs(self, task: str) -> None:
+        """Remember the outputs of the task that has just ended, for the certificates that follow."""
+        inputs, _ = self._default_probe()
+        if inputs is not None:
+            try:
+                outputs = self.head_outputs(inputs, [task])
+            except Exception:  # a model that cannot run on the probe can be trained all the same
+                return
+            record_outputs(self.knowledge.output_digests, inputs, self.model, outputs)
+
+    def _compute_outputs(self, probe: Tensor | None) -> tuple[ProbeOutputs | None, list[str], list[str]]:
+        """Outputs on the probe; tasks whose outputs are not the recorded ones; tasks without a record."""
+        inputs, seed = self._default_probe()
+        stored, changed, unrecorded = None, [], []
+        for x, number in ((inputs, seed), (probe, None)):
+            if x is not None:
+                outputs = self.head_outputs(x)
+                if isinstance(x, Tensor):
+                    stored = ProbeOutputs.from_outputs(x, outputs, number, self.model)
+                more, missing = compare_outputs(self.knowledge.output_digests, x, self.model, outputs)
+                changed += more
+                unrecorded += missing if x is inputs else []
+        return stored, [task for task in self.tasks if task in changed], unrecorded
+
+    def head_outputs(self, x: Any, tasks: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """The output on `x` of the heads of `tasks`, by default all learned; a dict head's parts are concatenated."""
         outputs = {}
         with preserve_model_state(self.model):
-            for task in self.tasks:
+            for task in self.tasks if tasks is None else tasks:
                 with self.viewing(task):
                     output = self.call_model(x, task)
                 parts = output.values() if isinstance(output, dict) else [output]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.certificate import Certificate, ProbeOutputs
+from agscl.certificate import ProbeOutputs
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import HeadPlace
 from agscl.methods._parts.lifecycle import Method
@@ -137,13 +137,13 @@ class NodeMethod(Method):
         assert self.task is not None
         return self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
 
-    def certificate(self, probe: Tensor | None = None) -> Certificate:
-        """As `Method.certificate`; without a `probe`, 16 random inputs drawn from a seed are the second witness."""
-        certificate = super().certificate(probe)
-        example = self.graph.example[0]
-        if probe is None and isinstance(example, Tensor) and example.is_floating_point():
-            device = next(self.model.parameters()).device
-            batch = ProbeOutputs.draw_batch([PROBE_SIZE, *example.shape[1:]], PROBE_SEED).to(device, example.dtype)
-            outputs = ProbeOutputs.from_outputs(batch, self.head_outputs(batch), PROBE_SEED)
-            object.__setattr__(certificate, "probe", outputs)
-        return certificate
+    def _default_probe(self) -> tuple[Any, int | None]:
+        """16 random inputs drawn from a seed; where the model takes something else than a batch, the example."""
+        example, device = self.graph.example, next(self.model.parameters()).device
+        tensors = [argument for argument in example if isinstance(argument, Tensor)]
+        if len(tensors) != 1 or example[0] is not tensors[0] or not tensors[0].is_floating_point():
+            return tuple(a.to(device) if isinstance(a, Tensor) else a for a in example), None
+        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        dtype = kinds.pop() if len(kinds) == 1 else tensors[0].dtype
+        batch = ProbeOutputs.draw_batch([PROBE_SIZE, *tensors[0].shape[1:]], PROBE_SEED).to(device, dtype)
+        return batch if len(example) == 1 else (batch, *example[1:]), PROBE_SEED
