@@ -308,9 +308,7 @@ class NodeGraph:
         }
         self.readers: dict[str, Reader] = {}
         self.norms: dict[str, NormLayer] = {}
-        self.excluded_readers = {
-            name for kind, name in nodes_at if kind == "excluded"
-        }  # excluded modules that read nodes
+        self.excluded_readers = {name for kind, name in nodes_at if kind == "excluded"}  # they read nodes
         self.frozen_norms = self._excluded_norms()  # of a frozen backbone or module
         self.relu_sites: tuple[ReLUSite, ...] = ()
         for (kind, name), nodes in nodes_at.items():
