@@ -287,9 +287,9 @@ class Certificate:
         kind = f" ({kind})" if before and (self.held or self.kind == "guaranteed") else ""
         heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unmoved"
         heads += f", MOVED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
-        warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}. " if self.warnings else ""
+        warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}; " if self.warnings else ""
         notes = f". Note: {'; '.join(self.notes)}" if self.notes else ""
-        return f"{warning}{'A' if warning else 'a'}fter task {self.task!r}: {nodes}{kind}, {zeros}{heads}{notes}"
+        return f"{warning}after task {self.task!r}: {nodes}{kind}, {zeros}{heads}{notes}"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
