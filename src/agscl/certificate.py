@@ -204,6 +204,7 @@ class Certificate:
     notes: list[str] = field(default_factory=list)  # what the digests leave out
     probe: ProbeOutputs | None = None
     changed_outputs: list[str] = field(default_factory=list)  # tasks whose outputs changed since they were learned
+    frozen_for_good: bool = False  # whether the method means to freeze important nodes for good (λ = ∞)
     moved_after_task: list[int] = field(default_factory=list)  # important groups whose bits changed after end_task
     uncovered: list[str] = field(default_factory=list)  # why outputs of old tasks may change although no node moves
 
@@ -287,9 +288,11 @@ class Certificate:
         kind = f" ({kind})" if before and (self.held or self.kind == "guaranteed") else ""
         heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unmoved"
         heads += f", MOVED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
-        warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}; " if self.warnings else ""
-        notes = f". Note: {'; '.join(self.notes)}" if self.notes else ""
-        return f"{warning}after task {self.task!r}: {nodes}{kind}, {zeros}{heads}{notes}"
+        leads = self.frozen_for_good or self.moved_after_task or self.uncovered
+        warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}; " if self.warnings and leads else ""
+        notes = [*([] if leads else self.warnings), *self.notes]
+        ending = f". Note: {'; '.join(notes)}" if notes else ""
+        return f"{warning}after task {self.task!r}: {nodes}{kind}, {zeros}{heads}{ending}"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -367,7 +370,8 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
             f"{certificate.task}: {len(certificate.important)} important nodes ({certificate.kind}), "
             + (words or ("all as they were" if number + 1 < len(certificates) else "the last task"))
         )
-        lines += [f"{certificate.task}: NOT GUARANTEED: {warning}" for warning in certificate.warnings]
+        mark = "NOT GUARANTEED: " if certificate.frozen_for_good else "note: "
+        lines += [f"{certificate.task}: {mark}{warning}" for warning in certificate.warnings]
     lines += dict.fromkeys(f"note: {note}" for certificate in certificates for note in certificate.notes)
     lines += [f"FAILED: {line}" for line in failed]
     return Verdict(not failed, lines)

@@ -30,6 +30,7 @@ def certify_nodes(method: AGSCL) -> dict[str, Any]:
     guaranteed = frozen_for_good and not uncovered and not claims["moved_after_task"]
     return {
         "kind": "guaranteed" if guaranteed else "held",
+        "frozen_for_good": frozen_for_good,
         "zero_rule": config.zero_init,
         "notes": notes,
         "uncovered": uncovered if frozen_for_good else [],
