@@ -37,7 +37,7 @@ from measured import HOME, record
 from timing import Pairs, clocked, compared, in_epochs, summary, take_turns
 from torch import Tensor
 
-from agscl import AGSCL, MultiHead
+from agscl import MultiHead, PaperAGSCL
 from agscl.experiments.methods import METHODS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods._parts.node_method import NodeMethod
@@ -115,7 +115,7 @@ def first_task(name: str, settings: dict[str, Any], batch: Batch, steps: int, de
 def second_task(name: str, batch: Batch, steps: int, device: str) -> Contender:
     contender = first_task(name, {}, batch, steps, device)
     model, optimizer, method = contender.model, contender.optimizer, contender.method
-    if isinstance(method, AGSCL):  # every second node is silent, so it stays free
+    if isinstance(method, PaperAGSCL):  # every second node is silent, so it stays free
         with torch.no_grad():
             for layer in method.graph.layers.values():
                 layer.module.weight[::2] = 0

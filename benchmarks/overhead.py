@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from measured import record
 
-from agscl import AGSCL, MultiHead
+from agscl import MultiHead, PaperAGSCL
 from agscl.networks.cifar import CifarTrunk
 
 BATCH, STEPS = 256, 18  # an epoch of 4500 images, the paper's
 LIMITS = {"epoch": 1.03, "step": 1.10}
 
 
-def prepare(method_settings: dict[str, object] | None) -> tuple[MultiHead, torch.optim.Optimizer, AGSCL | None]:
+def prepare(method_settings: dict[str, object] | None) -> tuple[MultiHead, torch.optim.Optimizer, PaperAGSCL | None]:
     torch.manual_seed(0)
     model = MultiHead(CifarTrunk())
     x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
@@ -37,7 +37,7 @@ def prepare(method_settings: dict[str, object] | None) -> tuple[MultiHead, torch
         model.add_head("second", 10)
         optimizer.param_groups[0]["params"].extend(model.heads["second"].parameters())
         return model, optimizer, None
-    method = AGSCL(model, mu=10, lam=400, rho=0.3, example_input=x, **method_settings)
+    method = PaperAGSCL(model, mu=10, lam=400, rho=0.3, example_input=x, **method_settings)
     method.begin_task("first", optimizer)
     F.cross_entropy(model(x, "first"), y).backward()
     optimizer.step()

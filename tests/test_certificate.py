@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, Certificate, FineTune, MultiHead, Together
+from agscl import EWC, Certificate, FineTune, MultiHead, PaperAGSCL, Together
 from agscl.certificate import NEVER, ProbeOutputs, digest_groups, verify
 from loops import adam, bits, learn, make, mlp
 
 
-def chain(tasks=3, cls=AGSCL, **settings):
+def chain(tasks=3, cls=PaperAGSCL, **settings):
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
     optimizer = adam(model)
@@ -204,7 +204,7 @@ def two_tasks(trunk, *, head=nn.Linear, change=lambda model: None, when="within"
     for number in range(2):
         model.add_head(f"t{number}", head(32, 3))
     optimizer = adam(model)
-    method = AGSCL(model, torch.randn(2, 16), **{**GOOD, **options})
+    method = PaperAGSCL(model, torch.randn(2, 16), **{**GOOD, **options})
     learn(method, optimizer, 0)
     certificates = [method.certificate()]
     learn(method, optimizer, 1, steps=range(4), end=False)
@@ -279,7 +279,7 @@ def test_a_head_with_a_forward_of_its_own_is_named_before_anything_changed():
 
 def test_outputs_are_compared_with_those_recorded_before_a_resume():
     method, _ = two_tasks(with_norm())
-    resumed = AGSCL(copy.deepcopy(method.model), torch.randn(2, 16), **GOOD)
+    resumed = PaperAGSCL(copy.deepcopy(method.model), torch.randn(2, 16), **GOOD)
     resumed.load_state_dict(method.state_dict())
     assert resumed.certificate().kind == "guaranteed"
     widen_eps(resumed.model)
@@ -290,7 +290,7 @@ def test_outputs_are_compared_with_those_recorded_before_a_resume():
 def test_outputs_are_compared_although_no_certificate_was_made_before():
     torch.manual_seed(0)
     model = MultiHead(with_norm(), features=32)
-    method, optimizer = AGSCL(model, torch.randn(2, 16), **GOOD), adam(model)
+    method, optimizer = PaperAGSCL(model, torch.randn(2, 16), **GOOD), adam(model)
     learn(method, optimizer, 0)
     widen_eps(model)
     learn(method, optimizer, 1)
@@ -399,7 +399,7 @@ def test_methods_together_certify_what_their_members_certify():
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
     optimizer = adam(model)
-    method = Together(EWC(model, lam=1.0), AGSCL(model, torch.zeros(2, 16), **GOOD))
+    method = Together(EWC(model, lam=1.0), PaperAGSCL(model, torch.zeros(2, 16), **GOOD))
     certificates = []
     for number in range(2):
         learn(method, optimizer, number)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, FineTune, MultiHead
+from agscl import FineTune, MultiHead, PaperAGSCL
 from loops import blobs, learn, mlp
 
 
@@ -59,7 +59,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("cls", [AGSCL, FineTune])
+@pytest.mark.parametrize("cls", [PaperAGSCL, FineTune])
 def test_other_heads_stay_put_with_zero_and_with_static_gradients_after_momentum_has_built_up(cls, make):
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
@@ -67,7 +67,7 @@ def test_other_heads_stay_put_with_zero_and_with_static_gradients_after_momentum
     model.add_head("t1", 3)
     later = model.heads["t1"].weight.clone()
     optimizer = make(model.parameters())
-    method = cls(model, torch.zeros(2, 16)) if cls is AGSCL else cls(model)
+    method = cls(model, torch.zeros(2, 16)) if cls is PaperAGSCL else cls(model)
     learn(method, optimizer, 0)
     assert torch.equal(later, model.heads["t1"].weight), "a head moved before its task began"
     old = [p.clone() for p in model.heads["t0"].parameters()]

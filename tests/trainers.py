@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from agscl.heads import MultiHead
-from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
+from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.runs import hash_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
@@ -24,14 +24,14 @@ def make_task(name: str, seed: int, valid: bool = True) -> Task:
 TASKS = tuple(make_task(name, seed) for seed, name in enumerate(("first", "second", "third")))
 
 
-def make_trainer(method=AGSCL, config=QUICK, tasks=TASKS, seed=0, **options) -> Trainer:
+def make_trainer(method=PaperAGSCL, config=QUICK, tasks=TASKS, seed=0, **options) -> Trainer:
     torch.manual_seed(seed)
     trunk = nn.Sequential(
         nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU()
     )
     model = MultiHead(trunk, features=12)
     example = tasks[0].train_x[:2]
-    settings = {"mu": 52.0, "lam": 100.0, "rho": 0.5, "example_input": example} if method is AGSCL else {}
+    settings = {"mu": 52.0, "lam": 100.0, "rho": 0.5, "example_input": example} if method is PaperAGSCL else {}
     return Trainer(model, method(model, **settings), tasks, config, seed=seed, **options)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agscl.methods.lwf import LwF
     from agscl.methods.mas import MAS
     from agscl.methods.packnet import PackNet
+    from agscl.methods.paper_agscl import PaperAGSCL
     from agscl.methods.rwalk import RWalk
     from agscl.methods.si import SI
     from agscl.methods.together import Together
@@ -38,6 +39,7 @@ __all__ = [
     "MultiHead",
     "NodeGraph",
     "PackNet",
+    "PaperAGSCL",
     "RWalk",
     "Together",
 ]
@@ -57,6 +59,7 @@ _MODULES = {
     "LwF": "agscl.methods.lwf",
     "MAS": "agscl.methods.mas",
     "PackNet": "agscl.methods.packnet",
+    "PaperAGSCL": "agscl.methods.paper_agscl",
     "RWalk": "agscl.methods.rwalk",
     "SI": "agscl.methods.si",
     "Together": "agscl.methods.together",

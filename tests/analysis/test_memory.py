@@ -179,9 +179,9 @@ def test_agscl_reaches_its_bound_when_every_node_is_important_and_stays_below_it
         return model
 
     bound = forecast_memory("agscl", net.outline(), 1)
-    (reported,) = learn(Net(lively, net.shape), "agscl", 1, {"mu": 0.0})
+    (reported,) = learn(Net(lively, net.shape), "agscl", 1, {"budget": None})
     assert reported == bound.counts
-    (reported,) = learn(net, "agscl", 1, {"mu": 25.0})
+    (reported,) = learn(net, "agscl", 1, {})
     assert reported["anchors"] < bound.counts["anchors"]
     assert bound.bytes - reported["bytes"] == 4 * (bound.counts["anchors"] - reported["anchors"])
     assert reported["importances"] == bound.importances

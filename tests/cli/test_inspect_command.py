@@ -35,7 +35,8 @@ def test_inspect_prints_the_nodes_and_what_each_method_would_store(arguments, no
 
 
 def counted(shown: str) -> dict[str, list[str]]:
-    return {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.rstrip().endswith(("B", "–", "×"))}
+    lines = [line.replace("AGS-CL paper", "paper") for line in shown.splitlines()]
+    return {line.split()[0]: line.split()[1:] for line in lines if line.rstrip().endswith(("B", "–", "×"))}
 
 
 def test_inspect_of_a_network_shows_what_each_method_stores_as_the_paper_counts_and_in_full(capsys):

@@ -14,7 +14,7 @@ from agscl.cli.main import main
     [
         (["run", "nosuch"], "unknown preset 'nosuch'. Available:\n  digits"),
         (["run", "--epochs", "0"], "epochs must be at least 1"),
-        (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, ewc"),
+        (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, paper-agscl"),
         (["run", "--set", "rho=2"], "rho must be above 0 and at most 1"),
         (["run", "--set", "rho"], "--set takes KEY=VALUE"),
         (["run", "--set", "weight_decay=-1"], "weight_decay must be at least 0, not -1.0"),

@@ -11,10 +11,11 @@ from agscl.methods._parts.lifecycle import Method
 
 METHODS: dict[str, type[Method]] = {
     name: getattr(agscl, name)
-    for name in ("AGSCL", "EWC", "SI", "RWalk", "MAS", "HAT", "PackNet", "LwF", "L2", "GPM", "Frozen")
+    for name in ("AGSCL", "PaperAGSCL", "EWC", "SI", "RWalk", "MAS", "HAT", "PackNet", "LwF", "L2", "GPM", "Frozen")
 }
 IDLE: dict[str, dict[str, Any]] = {
     "AGSCL": {"lam": 0.0},
+    "PaperAGSCL": {"lam": 0.0},
     "EWC": {"lam": 0.0},
     "SI": {"c": 0.0},
     "RWalk": {"lam": 0.0},

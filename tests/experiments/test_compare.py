@@ -178,9 +178,9 @@ def test_a_deviation_needs_two_values():
 @pytest.mark.parametrize(
     ("words", "methods", "seeds"),
     [
-        (["cifar100"], ["agscl", "ewc", "mas", "si", "rwalk", "hat"], 5),
-        (["cub200"], ["agscl", "ewc", "mas", "si", "rwalk"], 5),
-        (["eight", "--seeds", "2"], ["agscl", "ewc", "mas"], 2),
+        (["cifar100"], ["agscl", "paper-agscl", "ewc", "mas", "si", "rwalk", "hat"], 5),
+        (["cub200"], ["agscl", "paper-agscl", "ewc", "mas", "si", "rwalk"], 5),
+        (["eight", "--seeds", "2"], ["agscl", "paper-agscl", "ewc", "mas"], 2),
         (["digits"], list(METHODS), 3),
         (["cifar100", "--methods", "all"], list(METHODS), 5),
         (["cifar100", "--methods", "gpm,si"], ["gpm", "si"], 5),

@@ -166,7 +166,7 @@ def test_what_a_method_trains_beside_the_model_returns_to_the_best_epoch_too():
 
 
 def test_the_methods_come_in_the_order_of_the_papers_table_and_each_says_what_it_does():
-    assert list(METHODS)[:6] == ["agscl", "ewc", "si", "rwalk", "mas", "hat"]
+    assert list(METHODS)[:7] == ["agscl", "paper-agscl", "ewc", "si", "rwalk", "mas", "hat"]
     for each in METHODS.values():
         assert each.about.endswith(".")
         assert issubclass(each.method_class, Method) != each.is_bound

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from agscl import AGSCL, L2
+from agscl import L2, PaperAGSCL
 from agscl.cli.main import main
 from agscl.experiments import search as searching
 from agscl.experiments.run import execute_run
@@ -89,24 +89,24 @@ def test_a_run_that_did_not_finish_for_another_reason_ends_the_search(tmp_path):
 
 def test_a_search_can_be_limited_to_some_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(searching, "score_job", lambda job: 0.5)
-    found = searching.search_settings("digits", "agscl", tmp_path, lambda jobs: None, only=["rho"])
+    found = searching.search_settings("digits", "paper-agscl", tmp_path, lambda jobs: None, only=["rho"])
     assert {(one.settings["lam"], one.settings["mu"]) for one in found} == {(5000.0, 10.0)}
     assert sorted(one.settings["rho"] for one in found) == [0.1, 0.2, 0.3, 0.4, 0.5]
-    with pytest.raises(ValueError, match=r"agscl has no setting 'eta' to search\. It has: lam, mu, rho"):
-        searching.search_settings("digits", "agscl", tmp_path, lambda jobs: None, only=["eta"])
+    with pytest.raises(ValueError, match=r"paper-agscl has no setting 'eta' to search\. It has: lam, mu, rho"):
+        searching.search_settings("digits", "paper-agscl", tmp_path, lambda jobs: None, only=["eta"])
 
 
 def test_a_search_can_be_given_the_values_of_its_first_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(searching, "score_job", lambda job: job.config.settings["lam"])
-    found = searching.search_settings("digits", "agscl", tmp_path, lambda jobs: None, values=[7.0, 70.0])
+    found = searching.search_settings("digits", "paper-agscl", tmp_path, lambda jobs: None, values=[7.0, 70.0])
     assert [one.settings["lam"] for one in found] == [70.0, 7.0]
     assert len({(one.settings["mu"], one.settings["rho"]) for one in found}) == 1
 
 
 def test_a_search_scores_by_validation_accuracy_and_continues_where_it_stopped(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(AGSCL, "search", (SearchAxis("lam", (0.0001, 1.0)), SearchAxis("mu", (0.5, 1.0))))
+    monkeypatch.setattr(PaperAGSCL, "search", (SearchAxis("lam", (0.0001, 1.0)), SearchAxis("mu", (0.5, 1.0))))
     monkeypatch.setattr(searching, "MAX_EXTENSIONS", 0)
-    asked = ["search", "digits", "--method", "agscl", "--epochs", "2", "--runs", str(tmp_path), "--name", "s"]
+    asked = ["search", "digits", "--method", "paper-agscl", "--epochs", "2", "--runs", str(tmp_path), "--name", "s"]
     assert main(asked) == 0
     shown = capsys.readouterr().out
     stored = json.loads((tmp_path / "s" / "search.json").read_text())
@@ -114,7 +114,7 @@ def test_a_search_scores_by_validation_accuracy_and_continues_where_it_stopped(t
     marks = [one["valid_accuracy"] for one in stored["tried"]]
     assert marks == sorted(marks, reverse=True)
     best = stored["tried"][0]["settings"]
-    command = f"agscl run digits --method agscl --set lam={best['lam']:g} mu={best['mu']:g} --epochs 2"
+    command = f"agscl run digits --method paper-agscl --set lam={best['lam']:g} mu={best['mu']:g} --epochs 2"
     assert command in " ".join(shown.split())
     folders = sorted(folder for folder in (tmp_path / "s").iterdir() if folder.is_dir())
     for folder in folders:

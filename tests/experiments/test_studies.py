@@ -33,13 +33,13 @@ def test_the_trade_off_varies_lambda_around_the_presets_for_every_form(tmp_path)
     }
     assert lines[0].method == "finetune"
     config = {line.label: line.jobs[0].config for line in lines}["without both, λ 40"]
-    expected = configure("cifar100", method="agscl", reference=False, lam=40.0, zero_init="off", rand_init=False)
+    expected = configure("cifar100", method="paper-agscl", reference=False, lam=40.0, zero_init="off", rand_init=False)
     assert config == expected
     assert len({job.folder for line in lines for job in line.jobs}) == 31
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-@pytest.mark.parametrize("settings", [{}, {"mas": {"lam": 2.0}, "agscl": {"rho": 0.25, "lam": 7.0}}])
+@pytest.mark.parametrize("settings", [{}, {"mas": {"lam": 2.0}, "paper-agscl": {"rho": 0.25, "lam": 7.0}}])
 def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path, preset, settings):
     jobs = [
         job
@@ -51,22 +51,22 @@ def test_runs_of_the_same_configuration_have_one_folder_in_all_studies(tmp_path,
     pairs = {(job.folder, config) for job, config in zip(jobs, configs, strict=True)}
     assert len(pairs) == len({job.folder for job in jobs}) == len(set(configs))
     assert len(pairs) == 2 * (
-        37 if settings else 36 if configure(preset, method="agscl").settings["rho"] in RHOS else 37
+        37 if settings else 36 if configure(preset, method="paper-agscl").settings["rho"] in RHOS else 37
     )
 
 
 @pytest.mark.parametrize("lam", [0.0, math.inf])
 def test_the_trade_off_needs_a_lambda_above_0_and_below_infinity(tmp_path, lam):
-    with pytest.raises(ValueError, match="varies λ around agscl's value, which is"):
-        studies.plan_study("cifar100", "tradeoff", 1, tmp_path, settings={"agscl": {"lam": lam}})
-    studies.plan_study("cifar100", "reinit", 1, tmp_path, settings={"agscl": {"lam": lam}})
+    with pytest.raises(ValueError, match="varies λ around paper-agscl's value, which is"):
+        studies.plan_study("cifar100", "tradeoff", 1, tmp_path, settings={"paper-agscl": {"lam": lam}})
+    studies.plan_study("cifar100", "reinit", 1, tmp_path, settings={"paper-agscl": {"lam": lam}})
 
 
 def test_the_study_rho_goes_from_a_tenth_to_a_half_and_includes_mas(tmp_path):
-    lines = studies.plan_study("cifar100", "rho", 1, tmp_path, settings={"agscl": {"mu": 3.0}})
+    lines = studies.plan_study("cifar100", "rho", 1, tmp_path, settings={"paper-agscl": {"mu": 3.0}})
     settings = [(line.method, line.jobs[0].config.settings) for line in lines[1:]]
     assert [(method, one.get("rho"), one.get("mu")) for method, one in settings] == [
-        *[("agscl", rho, 3.0) for rho in (0.1, 0.2, 0.3, 0.4, 0.5)],
+        *[("paper-agscl", rho, 3.0) for rho in (0.1, 0.2, 0.3, 0.4, 0.5)],
         ("mas", None, None),
     ]
 
@@ -93,7 +93,7 @@ def test_studies_share_their_runs_and_keep_the_seeds_they_have(tmp_path, capsys,
         curves = line["curves"]
         assert curves["average_accuracy"][-1] == pytest.approx(line["average_accuracy"]["mean"])
         assert line["plasticity"]["mean"] > 0
-        nodes = {"sparsity", "used_capacity", "frozen"} if line["method"] == "agscl" else set()
+        nodes = {"sparsity", "used_capacity", "frozen"} if line["method"] == "paper-agscl" else set()
         assert curves.keys() == {"average_accuracy", *nodes}
         assert all(len(curve) == 5 for curve in curves.values())
     reference = stored["lines"][0]
@@ -109,7 +109,7 @@ def test_importances_show_which_nodes_matter_after_the_first_task_and_after_the_
     assert "highest" in printed
     assert "…" not in printed
     found = json.loads(Path("runs/studied/aopc.json").read_text())["seeds"]["0"]["after"]
-    result = json.loads(Path("runs/studied/agscl-seed0/result.json").read_text())["methods"]["agscl"]
+    result = json.loads(Path("runs/studied/paper-agscl-seed0/result.json").read_text())["methods"]["paper-agscl"]
     assert found.keys() == {"1", "5"}
     for after, curves in found.items():
         row = result["accuracies"][int(after) - 1]
@@ -207,7 +207,7 @@ def test_the_first_task_is_trained_again_with_the_threads_of_the_run(studied, mo
 
 def test_changed_data_is_refused(studied, monkeypatch):
     Path("runs/studied/aopc.json").unlink()
-    path = Path("runs/studied/agscl-seed0/data.json")
+    path = Path("runs/studied/paper-agscl-seed0/data.json")
     edit_json(path, lambda content: content["tasks"].update(dict.fromkeys(content["tasks"], 1)))
     code, said = studied("aopc")
     assert code == 2
@@ -217,18 +217,21 @@ def test_changed_data_is_refused(studied, monkeypatch):
 def test_a_studys_folder_is_not_a_run_and_a_comparison_there_ignores_its_forms(studied, capsys):
     assert main(["run", "digits", "--epochs", "1", "--name", "studied"]) == 2
     assert "a search or a study, not a run" in capsys.readouterr().err
-    assert main(["compare", "digits", "--epochs", "1", "--name", "studied", "--methods", "agscl", "--seeds", "1"]) == 0
+    assert (
+        main(["compare", "digits", "--epochs", "1", "--name", "studied", "--methods", "paper-agscl", "--seeds", "1"])
+        == 0
+    )
     compared = json.loads(Path("runs/studied/comparison.json").read_text())["methods"]
-    assert "prox" not in compared["agscl"]["settings"]
+    assert "prox" not in compared["paper-agscl"]["settings"]
 
 
 def test_settings_of_single_methods_need_the_methods_name(studied):
-    assert studied("prox", "--set", "agscl.mu=3", "--name", "other")[0] == 0
-    config = json.loads(Path("runs/other/agscl-prox=False-seed0/config.json").read_text())
+    assert studied("prox", "--set", "paper-agscl.mu=3", "--name", "other")[0] == 0
+    config = json.loads(Path("runs/other/paper-agscl-prox=False-seed0/config.json").read_text())
     assert config["settings"]["mu"] == 3
     code, said = studied("prox", "--set", "mu=3")
     assert code == 2
-    assert "name the method, e.g. --set agscl.mu=3" in said
+    assert "name the method, e.g. --set paper-agscl.mu=3" in said
 
 
 def test_where_every_run_fails_there_is_no_empty_table(studied):
@@ -239,7 +242,7 @@ def test_where_every_run_fails_there_is_no_empty_table(studied):
 
 
 def test_a_run_whose_last_checkpoint_is_missing_is_an_error(studied):
-    for path in [*Path("runs/studied/agscl-seed0/checkpoints").iterdir(), Path("runs/studied/aopc.json")]:
+    for path in [*Path("runs/studied/paper-agscl-seed0/checkpoints").iterdir(), Path("runs/studied/aopc.json")]:
         path.unlink()
     code, said = studied("aopc")
     assert code == 1

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, RWalk
+from agscl import EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, PaperAGSCL, RWalk
 from agscl.fast import fused_layers
 from agscl.fast.engine import GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fused_layers import FusedTrunk, compile_chain
@@ -86,7 +86,7 @@ def test_old_logits_keep_their_bits_and_no_step_waits_for_the_device(name, every
     model = MultiHead(mlp(64), features=64).cuda()
     optimizer = OPTIMIZERS[name](model.parameters())
     mu = 0.8 if name == "SGD" else 12
-    method = AGSCL(model, torch.zeros(2, 16).cuda(), mu=mu, lam=math.inf, rho=0.3, prox_every=every)
+    method = PaperAGSCL(model, torch.zeros(2, 16).cuda(), mu=mu, lam=math.inf, rho=0.3, prox_every=every)
     probe = torch.randn(16, 16, device="cuda")
     old = {}
     for number in range(3):
@@ -117,7 +117,7 @@ def test_a_gradscaler_overflow_counts_for_nothing(fused):
     model = MultiHead(mlp(64), features=64).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
-    method = AGSCL(model, torch.zeros(2, 16).cuda(), mu=12, lam=1000, rho=0.3, prox_every="step")
+    method = PaperAGSCL(model, torch.zeros(2, 16).cuda(), mu=12, lam=1000, rho=0.3, prox_every="step")
     model.add_head("t0", 3)
     method.begin_task("t0", optimizer, steps_per_epoch=4)
     for number, (x, y) in enumerate(batches(0) * 4):
@@ -139,7 +139,7 @@ def test_a_captured_step_masks_and_shrinks_as_the_plain_one_does(every):
         torch.manual_seed(0)
         model = MultiHead(mlp(64), features=64).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        method = AGSCL(model, mu=0.8, lam=1000, rho=0.3, prox_every=every, example_input=torch.zeros(2, 16).cuda())
+        method = PaperAGSCL(model, mu=0.8, lam=1000, rho=0.3, prox_every=every, example_input=torch.zeros(2, 16).cuda())
         for number in range(2):
             task, data = f"t{number}", batches(number)
             torch.manual_seed(number)
@@ -179,7 +179,7 @@ def test_batchnorm_keeps_the_statistics_of_important_channels():
     )
     model = MultiHead(trunk, features=64).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    method = AGSCL(model, torch.zeros(2, 16).cuda(), mu=10, lam=math.inf, rho=0.3)
+    method = PaperAGSCL(model, torch.zeros(2, 16).cuda(), mu=10, lam=math.inf, rho=0.3)
     probe = torch.randn(16, 16, device="cuda")
     for number in range(2):
         data = batches(number)
@@ -202,7 +202,7 @@ def test_batchnorm_keeps_the_statistics_of_important_channels():
 def test_what_a_captured_step_cannot_do_is_a_clear_error(every, steps):
     model = MultiHead(mlp(64), features=64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    method = AGSCL(model, prox_every=every, example_input=torch.zeros(2, 16).cuda())
+    method = PaperAGSCL(model, prox_every=every, example_input=torch.zeros(2, 16).cuda())
     model.add_head("t0", 3)
     method.begin_task("t0", optimizer, steps_per_epoch=steps)
     x, y = batches(0)[0]
@@ -231,8 +231,10 @@ def trained(method, capture=True, dropout=0.2, engine=None, **options):
 
 KINDS = {
     "FineTune": FineTune,
-    "AGSCL": lambda m: AGSCL(m, mu=12, lam=1000, rho=0.3, example_input=torch.zeros(2, 16).cuda()),
-    "AGSCL per step": lambda m: AGSCL(m, mu=12, lam=1000, prox_every="step", example_input=torch.zeros(2, 16).cuda()),
+    "PaperAGSCL": lambda m: PaperAGSCL(m, mu=12, lam=1000, rho=0.3, example_input=torch.zeros(2, 16).cuda()),
+    "PaperAGSCL per step": lambda m: PaperAGSCL(
+        m, mu=12, lam=1000, prox_every="step", example_input=torch.zeros(2, 16).cuda()
+    ),
     "EWC": lambda m: EWC(m, lam=100.0),
     "SI": lambda m: SI(m, c=1.0),
     "RWalk": lambda m: RWalk(m, lam=1.0),
@@ -268,14 +270,14 @@ class SlowDevice(GraphEngine):
 
 
 @pytest.mark.parametrize("capture", [True, False])
-@pytest.mark.parametrize("name", ["AGSCL", "FineTune"])
+@pytest.mark.parametrize("name", ["PaperAGSCL", "FineTune"])
 def test_steps_give_the_same_bits_however_far_the_host_is_ahead_of_the_gpu(name, capture):
     behind, usual = trained(KINDS[name], capture, engine=SlowDevice), trained(KINDS[name], capture=False)
     assert behind.losses == usual.losses
 
 
 def test_with_the_same_arithmetic_replayed_graphs_give_the_same_bits():
-    captured, plain = trained(KINDS["AGSCL"]), trained(KINDS["AGSCL"], capture=False)
+    captured, plain = trained(KINDS["PaperAGSCL"]), trained(KINDS["PaperAGSCL"], capture=False)
     assert captured.losses == plain.losses
     for name, value in captured.model.state_dict().items():
         assert torch.equal(value, plain.model.state_dict()[name]), name
@@ -304,7 +306,7 @@ def test_the_graphs_of_one_task_leave_no_memory_behind_for_the_next():
 )
 def test_other_arithmetic_follows_the_plain_one(options, apart):
     """Without dropout: a compiled network draws other nodes, and on so little data that alone moves accuracy by 0.1."""
-    fast, plain = (trained(KINDS["AGSCL"], dropout=0.0, **each) for each in (options, {}))
+    fast, plain = (trained(KINDS["PaperAGSCL"], dropout=0.0, **each) for each in (options, {}))
     for one, other in zip(fast.losses, plain.losses, strict=True):
         assert one == pytest.approx(other, rel=apart)
 
@@ -320,7 +322,7 @@ def test_with_channels_last_a_run_stopped_within_a_task_goes_on_where_it_stood(o
             draw = torch.Generator().manual_seed(number)
             x, y = torch.randn(48, 4, 6, 6, generator=draw), torch.randint(3, (48,), generator=draw)
             tasks.append(Task(f"t{number}", 3, x, y, x[::3], y[::3], x, y))
-        method = AGSCL(model, mu=1, lam=100, example_input=tasks[0].train_x[:2].cuda())
+        method = PaperAGSCL(model, mu=1, lam=100, example_input=tasks[0].train_x[:2].cuda())
         config = TrainingConfig(**{"epochs": 6, "batch_size": 16, "lr": 1e-2, "channels_last": True, **options})
         return Trainer(model, method, tuple(tasks), config, seed=0, device="cuda")
 

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from agscl import AGSCL, MultiHead
+from agscl import MultiHead, PaperAGSCL
 from loops import blobs, leave_process_group, mlp
 
 
@@ -28,7 +28,7 @@ def _rank(rank: int, port: int, folder: str, late_heads: bool) -> None:
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     # Other seeds: draws must be broadcast.
-    method = AGSCL(parallel, torch.zeros(2, 16), mu=8, lam=1000, rho=0.3, seed=rank)
+    method = PaperAGSCL(parallel, torch.zeros(2, 16), mu=8, lam=1000, rho=0.3, seed=rank)
     for number in range(2):
         mine = blobs(number)[rank::2]  # other data on each rank
         if late_heads:  # as in the README's loop; each rank draws another head

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agscl import AGSCL, MultiHead, NodeGraph
+from agscl import MultiHead, NodeGraph, PaperAGSCL
 from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._parts.proximal import shrink
 from zoo import DIFFICULT, SUPPORTED, OwnHeads
@@ -96,7 +96,7 @@ def build(name: str, exclude: tuple[str, ...] = ()) -> tuple[MultiHead, tuple[in
     return MultiHead(trunk), (SUPPORTED.get(name) or DIFFICULT[name]).shape
 
 
-def importance(method: AGSCL) -> Tensor:
+def importance(method: PaperAGSCL) -> Tensor:
     """Ω, one float per group."""
     return method.knowledge.omega.detach().clone()
 
@@ -106,7 +106,7 @@ class Record:
     """Everything seen while three tasks were learned."""
 
     model: nn.Module
-    method: AGSCL
+    method: PaperAGSCL
     optimizer: torch.optim.Optimizer | None = None
     first: Tensor = field(
         default_factory=lambda: torch.empty(0)
@@ -204,7 +204,7 @@ def learn(
     """Three tasks in a row on one network, one optimizer for all of them, checked after every step."""
     model, shape = build(name, tuple((graph_options or {}).get("exclude", ())))
     settings = {"mu": MU, "rho": 0.5, "zero_init": zero_init, **(graph_options or {}), **options}
-    record = Record(model, AGSCL(model, torch.zeros(2, *shape), **settings))
+    record = Record(model, PaperAGSCL(model, torch.zeros(2, *shape), **settings))
     record.optimizer = optimizer(model.parameters())
     for task in TASKS:
         model.add_head(task, 3)
@@ -405,7 +405,7 @@ def test_a_frozen_backbone_keeps_every_bit_its_running_statistics_included() -> 
 def test_a_node_is_free_exactly_if_no_training_sample_activates_it(name: str) -> None:
     """Measured without the method: what the readers of each node see once the task has ended, weights untouched."""
     model, shape = build(name)
-    method = AGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rand_init=False, zero_init="off")
+    method = PaperAGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rand_init=False, zero_init="off")
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     model.add_head("a", 3)
     method.begin_task("a", optimizer)
@@ -437,7 +437,7 @@ def test_a_node_is_free_exactly_if_no_training_sample_activates_it(name: str) ->
 
 def test_importance_is_the_mean_activation_and_decays_by_eta() -> None:
     model, shape = build("mlp")
-    method = AGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5, eta=0.5)
+    method = PaperAGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5, eta=0.5)
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     expected = torch.zeros(22)
     for task in TASKS[:2]:
@@ -515,7 +515,7 @@ def test_old_heads_do_not_move_although_a_gradient_is_put_on_them() -> None:
 
 def test_the_task_that_is_learned_does_move_its_own_head() -> None:
     model, shape = build("mlp")
-    method = AGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5)
+    method = PaperAGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5)
     optimizer = OPTIMIZERS["SGD with momentum and weight decay"](model.parameters())
     for task in TASKS:
         model.add_head(task, 3)
@@ -531,7 +531,7 @@ def test_the_task_that_is_learned_does_move_its_own_head() -> None:
 
 def test_a_fresh_optimizer_for_every_task_works_as_well() -> None:
     model, shape = build("vgg")
-    record = Record(model, AGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5))
+    record = Record(model, PaperAGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5))
     for task in TASKS:
         model.add_head(task, 3)
         record.optimizer = OPTIMIZERS["AdamW with weight decay"](model.parameters())
@@ -551,7 +551,7 @@ def test_a_model_with_its_own_heads_keeps_old_logits() -> None:
     torch.manual_seed(1)
     model = OwnHeads()
     split_weak_from_strong(NodeGraph(model, (torch.randn(4, 10), "0"), heads="last"))
-    method = AGSCL(model, torch.zeros(2, 10), mu=MU, lam=math.inf, rho=0.5, heads="last")
+    method = PaperAGSCL(model, torch.zeros(2, 10), mu=MU, lam=math.inf, rho=0.5, heads="last")
     optimizer = OPTIMIZERS["SGD with momentum and weight decay"](model.parameters())
     x = probe((10,))
     logits: dict[str, Tensor] = {}
@@ -682,7 +682,7 @@ def test_every_promise_holds_with_several_parameter_groups_of_different_rates() 
 
 def test_every_promise_holds_with_one_optimizer_per_half_of_the_model() -> None:
     model, shape = build("mlp")
-    record = Record(model, AGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5))
+    record = Record(model, PaperAGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5))
     lower = torch.optim.Adam(model.trunk.fc1.parameters(), lr=RATE)
     upper = torch.optim.SGD(model.trunk.fc2.parameters(), lr=RATE, momentum=0.9, weight_decay=0.01)
     for task in TASKS:
@@ -707,11 +707,11 @@ def test_every_promise_holds_with_one_optimizer_per_half_of_the_model() -> None:
 # The rate in force, and how often the proximal step is taken -------------------------------------------------------
 
 
-def first_task(**options: Any) -> tuple[MultiHead, AGSCL, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
+def first_task(**options: Any) -> tuple[MultiHead, PaperAGSCL, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
     model, shape = build("mlp")
     model.add_head("a", 3)
     model(probe(shape), "a")
-    method = AGSCL(model, torch.zeros(2, *shape), lam=400, rho=0.3, **options)
+    method = PaperAGSCL(model, torch.zeros(2, *shape), lam=400, rho=0.3, **options)
     return model, method, torch.optim.SGD(model.parameters(), lr=0.1), data(shape, "a", batches=4)
 
 
@@ -858,7 +858,7 @@ def test_steps_not_followed_by_end_epoch_get_their_proximal_step_at_the_end_of_t
 
 def test_infinite_lam_freezes_also_at_rate_zero() -> None:
     model, shape = build("mlp")
-    record = Record(model, AGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5))
+    record = Record(model, PaperAGSCL(model, torch.zeros(2, *shape), mu=MU, lam=math.inf, rho=0.5))
     record.optimizer = OPTIMIZERS["Adam"](model.parameters())
     for task in TASKS[:2]:
         model.add_head(task, 3)

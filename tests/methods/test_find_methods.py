@@ -68,7 +68,7 @@ def test_every_method_declares_a_title_a_line_and_its_settings():
         assert issubclass(method, Method)
         assert method.title, name
         assert (method.__doc__ or "").splitlines()[0].endswith("."), name
-    assert [*find_methods()][:6] == ["agscl", "ewc", "si", "rwalk", "mas", "hat"]
+    assert [*find_methods()][:7] == ["agscl", "paper-agscl", "ewc", "si", "rwalk", "mas", "hat"]
     assert [*find_methods()][-1] == "finetune"
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, FineTune, MultiHead, NodeGraph
+from agscl import FineTune, MultiHead, NodeGraph, PaperAGSCL
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods._parts.reinit import choose_groups
@@ -22,17 +22,17 @@ from loops import adam, bits, blobs, learn, make, mlp, same
 SETTINGS = {"mu": 12, "lam": 1000, "rho": 0.3}
 
 
-def fresh(cls=AGSCL, seed=0, width=32, **settings):
+def fresh(cls=PaperAGSCL, seed=0, width=32, **settings):
     torch.manual_seed(seed)
     model = MultiHead(mlp(width))
     optimizer = adam(model)
-    return make(cls, model, **(settings or (SETTINGS if cls is AGSCL else {}))), model, optimizer
+    return make(cls, model, **(settings or (SETTINGS if cls is PaperAGSCL else {}))), model, optimizer
 
 
 # The seams ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [AGSCL, FineTune])
+@pytest.mark.parametrize("cls", [PaperAGSCL, FineTune])
 def test_the_loop_of_the_readme_learns_three_tasks(cls):
     method, model, optimizer = fresh(cls, width=64)
     for number in range(3):
@@ -98,7 +98,7 @@ def test_a_task_cannot_begin_while_another_is_under_way_nor_a_second_time():
 
 def test_a_plain_model_must_say_where_its_heads_are():
     with pytest.raises(ValueError, match="heads="):
-        AGSCL(mlp(), torch.zeros(2, 16), **SETTINGS)
+        PaperAGSCL(mlp(), torch.zeros(2, 16), **SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_a_plain_model_must_say_where_its_heads_are():
 )
 def test_settings_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        AGSCL(MultiHead(mlp()), torch.zeros(2, 16), **wrong)
+        PaperAGSCL(MultiHead(mlp()), torch.zeros(2, 16), **wrong)
 
 
-@pytest.mark.parametrize("cls", [AGSCL, FineTune])
+@pytest.mark.parametrize("cls", [PaperAGSCL, FineTune])
 def test_the_models_state_dict_keys_stay_as_they_are_and_close_leaves_no_hook_behind(cls):
     method, model, optimizer = fresh(cls)
     model.add_head("t0", 3)
@@ -197,7 +197,7 @@ def test_penalties_may_be_added_before_a_clip_and_are_not_added_twice(prox):
 
 def test_the_ablation_without_proximal_steps_does_not_warn_of_what_these_could_reach():
     method, _, optimizer = fresh(mu=0.001, lam=3.0, prox=False)
-    assert not any("mu is too small" in m for m in warned(lambda: learn(method, optimizer, 0)))
+    assert not any("too small to free a node" in m for m in warned(lambda: learn(method, optimizer, 0)))
 
 
 def test_the_ablation_without_proximal_steps_adds_the_gradient_of_the_penalised_loss():
@@ -255,7 +255,7 @@ def test_resumed_in_the_middle_of_a_task_it_continues_bit_identically(settings):
         second.add_head(task, 3)
     second.load_state_dict(saved[0])
     optimizer = torch.optim.Adam([*second.trunk.parameters(), *second.heads.parameters()], lr=1e-2)
-    resumed = AGSCL(second, torch.zeros(1, 16), **settings)
+    resumed = PaperAGSCL(second, torch.zeros(1, 16), **settings)
     resumed.load_state_dict(saved[2], optimizer)
     optimizer.load_state_dict(saved[1])
     learn(resumed, optimizer, 1, steps=range(13, 32), begin=False)
@@ -271,7 +271,7 @@ def test_resumed_in_the_middle_of_a_task_it_continues_bit_identically(settings):
 def test_a_state_between_tasks_needs_no_optimizer():
     method, model, optimizer = fresh()
     learn(method, optimizer, 0)
-    other = AGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **SETTINGS)
+    other = PaperAGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **SETTINGS)
     other.load_state_dict(method.state_dict())
     assert other.certificate().digests == method.certificate().digests
 
@@ -279,12 +279,12 @@ def test_a_state_between_tasks_needs_no_optimizer():
 def test_the_state_of_another_method_or_network_is_refused():
     method, model, optimizer = fresh()
     learn(method, optimizer, 0)
-    with pytest.raises(ValueError, match="AGSCL"):
+    with pytest.raises(ValueError, match="PaperAGSCL"):
         FineTune(model).load_state_dict(method.state_dict())
     wide = MultiHead(mlp(40))
     wide.add_head("t0", 3)
     with pytest.raises(ValueError, match="64 groups"):
-        AGSCL(wide, example_input=torch.zeros(1, 16), **SETTINGS).load_state_dict(method.state_dict())
+        PaperAGSCL(wide, example_input=torch.zeros(1, 16), **SETTINGS).load_state_dict(method.state_dict())
 
 
 # What AGS-CL promises of its figures ---------------------------------------------------------------------------------
@@ -293,10 +293,10 @@ def test_the_state_of_another_method_or_network_is_refused():
 def test_a_state_saved_with_other_settings_is_taken_up_with_a_warning():
     method, model, optimizer = fresh()
     learn(method, optimizer, 0)
-    other = AGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **{**SETTINGS, "lam": 7})
+    other = PaperAGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **{**SETTINGS, "lam": 7})
     with pytest.warns(SelfCheckWarning, match=r"other settings: lam 1000 → 7\. Training continues"):
         other.load_state_dict(method.state_dict())
-    again = AGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **SETTINGS)
+    again = PaperAGSCL(copy.deepcopy(model), example_input=torch.zeros(1, 16), **SETTINGS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again.load_state_dict(method.state_dict())
@@ -491,7 +491,7 @@ def test_two_seeds_draw_other_fresh_weights_and_one_seed_the_same():
     def weights(seed):
         torch.manual_seed(0)
         model = MultiHead(mlp())
-        learn(AGSCL(model, torch.zeros(2, 16), **SETTINGS, seed=seed), adam(model), 0)
+        learn(PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS, seed=seed), adam(model), 0)
         return bits(model)
 
     assert same(weights(1), weights(1))
@@ -577,15 +577,13 @@ def test_it_warns_when_epochs_are_never_told():
     assert any("end_epoch" in m for m in messages)
 
 
-def test_it_warns_when_mu_is_too_small_for_any_node_to_become_free_and_says_which_would_do():
+def test_it_warns_when_mu_is_too_small_for_any_node_to_become_free():
     method, _, optimizer = fresh(mu=1e-4, lam=10)
     messages = warned(lambda: learn(method, optimizer, 0))
     assert len(messages) == 1
-    assert "mu is too small" in messages[0]
-    value = float(messages[0].split("mu of about ")[1].split(" ")[0])
-    assert value > 1e-2
+    assert "is too small to free a node" in messages[0]
     again = warned(lambda: learn(method, optimizer, 1))
-    assert not any("mu is too small" in m for m in again)
+    assert not any("too small to free a node" in m for m in again)
 
 
 def test_it_warns_when_lam_is_zero_or_nothing_is_important():
@@ -606,7 +604,7 @@ def test_it_warns_when_the_optimizer_lacks_a_layer():
     torch.manual_seed(0)
     model = MultiHead(mlp())
     optimizer = torch.optim.Adam(model.trunk[0].parameters(), lr=1e-2)
-    method = AGSCL(model, torch.zeros(2, 16), **SETTINGS)
+    method = PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS)
     assert any("trunk.2" in m for m in warned(lambda: learn(method, optimizer, 0)))
 
 
@@ -628,7 +626,7 @@ def test_a_model_with_heads_of_its_own_forgets_nothing_either(heads):
     torch.manual_seed(0)
     model = Own()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    method = AGSCL(model, torch.zeros(2, 16), mu=20, lam=math.inf, rho=0.3, heads=heads)
+    method = PaperAGSCL(model, torch.zeros(2, 16), mu=20, lam=math.inf, rho=0.3, heads=heads)
     learn(method, optimizer, 0)
     x = torch.randn(8, 16)
     model.eval()
@@ -653,7 +651,7 @@ def test_a_shared_head_is_trained_by_every_task_and_the_certificate_says_so():
     torch.manual_seed(0)
     model = Shared()
     optimizer = adam(model)
-    method = AGSCL(model, torch.zeros(2, 16), **SETTINGS, heads="out")
+    method = PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS, heads="out")
     for number in range(2):
         method.begin_task(f"t{number}", optimizer)
         for x, y in blobs(number) * 4:
@@ -671,7 +669,7 @@ def test_sharded_models_get_a_clear_error():
 
     model = MultiHead(nn.Sequential(mlp(), FullyShardedDataParallel()))
     with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
-        AGSCL(model, torch.zeros(2, 16))
+        PaperAGSCL(model, torch.zeros(2, 16))
 
 
 def test_two_methods_on_one_optimizer_share_one_pair_of_hooks():
@@ -712,7 +710,7 @@ def test_lbfgs_which_calls_its_closure_many_times_works():
 def test_a_network_the_graph_refuses_is_refused_when_the_method_is_made():
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.GELU()), features=32)
     with pytest.raises(ValueError, match="ReLU"):
-        AGSCL(model, torch.zeros(1, 16), **SETTINGS)
+        PaperAGSCL(model, torch.zeros(1, 16), **SETTINGS)
 
 
 def test_a_task_that_cannot_begin_leaves_method_and_optimizer_as_they_were():
@@ -735,7 +733,7 @@ def test_a_graph_that_was_built_before_gives_the_same_bits_as_an_example_input()
         torch.manual_seed(0)
         model = MultiHead(mlp(), features=32)
         optimizer = adam(model)
-        method = AGSCL(model, NodeGraph(model, torch.zeros(1, 16)) if ready else torch.zeros(1, 16), **SETTINGS)
+        method = PaperAGSCL(model, NodeGraph(model, torch.zeros(1, 16)) if ready else torch.zeros(1, 16), **SETTINGS)
         for number in range(2):
             learn(method, optimizer, number)
         results.append(bits(model))
@@ -747,7 +745,7 @@ def test_a_state_loaded_and_saved_again_is_the_same_state():
     learn(method, optimizer, 0)
     learn(method, optimizer, 1, steps=range(5), end=False)
     state = method.state_dict()
-    other = AGSCL(copy.deepcopy(model), torch.zeros(2, 16), **SETTINGS)
+    other = PaperAGSCL(copy.deepcopy(model), torch.zeros(2, 16), **SETTINGS)
     other.load_state_dict(state, adam(other.model))
     assert hash_state(other.state_dict()) == hash_state(state)
 
@@ -757,7 +755,7 @@ def test_batchnorm_statistics_follow_the_weights_that_the_last_proximal_step_shr
     trunk = nn.Sequential(nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU())
     model = MultiHead(trunk, features=48)
     optimizer = adam(model)
-    method = AGSCL(model, torch.zeros(2, 16), mu=10, lam=1000, rho=0.3)
+    method = PaperAGSCL(model, torch.zeros(2, 16), mu=10, lam=1000, rho=0.3)
     learn(method, optimizer, 0)
     norm = trunk[1]
     tracked = int(norm.num_batches_tracked)
@@ -790,7 +788,7 @@ def test_importance_is_right_where_a_model_folds_time_into_the_batch():
     model = MultiHead(trunk, features=16)
     x, y = torch.randn(6, 4, 1, 8, 8), torch.randint(3, (6,))  # as many channels as rows of the image
     optimizer = adam(model)
-    method = AGSCL(model, x[:2], mu=1, lam=10)
+    method = PaperAGSCL(model, x[:2], mu=1, lam=10)
     model.add_head("a", 3)
     method.begin_task("a", optimizer)
     optimizer.zero_grad()
@@ -812,7 +810,7 @@ def test_with_infinite_lam_rows_in_a_second_optimizer_stay_put_too(every):
     model = MultiHead(mlp(), features=32)
     one = torch.optim.Adam(model.trunk[0].parameters(), lr=1e-2)
     two = torch.optim.Adam(model.trunk[2].parameters(), lr=1e-2)
-    method = AGSCL(model, torch.zeros(2, 16), mu=8, lam=math.inf, prox_every=every)
+    method = PaperAGSCL(model, torch.zeros(2, 16), mu=8, lam=math.inf, prox_every=every)
     for number in range(2):
         torch.manual_seed(number)
         model.add_head(f"t{number}", 3)
@@ -852,7 +850,7 @@ def test_layers_unfrozen_after_the_graph_was_built_are_refused():
     model = MultiHead(mlp(), features=32)
     model.trunk[0].requires_grad_(False)
     optimizer = adam(model)
-    method = AGSCL(model, torch.zeros(2, 16), **SETTINGS)
+    method = PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS)
     learn(method, optimizer, 0)
     model.trunk[0].requires_grad_(True)
     model.add_head("t1", 3)
@@ -873,7 +871,7 @@ def test_layers_that_would_break_the_guarantee_are_refused(layer):
     model = MultiHead(nn.Sequential(layer, nn.ReLU(), nn.Flatten()))
     model.add_head("a", 3)
     with pytest.raises(ValueError, match="exclude"):
-        AGSCL(model, example_input=torch.randn(4, 16))
+        PaperAGSCL(model, example_input=torch.randn(4, 16))
 
 
 def test_heads_in_a_list_may_be_called_by_number():
@@ -884,7 +882,7 @@ def test_heads_in_a_list_may_be_called_by_number():
     torch.manual_seed(0)
     model = Numbered()
     optimizer = adam(model)
-    method = AGSCL(model, torch.zeros(2, 16), **SETTINGS, heads="outputs")
+    method = PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS, heads="outputs")
     for number in range(2):
         method.begin_task(f"t{number}", optimizer)
         for x, y in blobs(number) * 4:
@@ -899,7 +897,7 @@ def test_heads_in_a_list_may_be_called_by_number():
 def with_norm(**settings):
     torch.manual_seed(0)
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()))
-    return AGSCL(model, torch.zeros(2, 16), **{**SETTINGS, **settings}), model, adam(model)
+    return PaperAGSCL(model, torch.zeros(2, 16), **{**SETTINGS, **settings}), model, adam(model)
 
 
 def test_a_batchnorm_that_the_loop_keeps_in_eval_mode_keeps_its_statistics():
@@ -945,7 +943,7 @@ def test_a_task_resumed_after_its_last_step_ends_as_if_it_had_not_stopped():
 def test_scoring_the_model_in_inference_mode_before_training_does_no_harm():
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
-    method, optimizer = AGSCL(model, torch.zeros(2, 16), **SETTINGS), adam(model)
+    method, optimizer = PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS), adam(model)
     learn(method, optimizer, 0, steps=range(0), end=False)
     with torch.inference_mode():
         model(blobs(0)[0][0], "t0")
@@ -993,18 +991,18 @@ def test_fresh_weights_leave_the_generators_of_gpus_alone(monkeypatch):
 
 
 def test_a_method_without_an_example_input_says_what_to_give():
-    with pytest.raises(TypeError, match=r"AGSCL\(model, example_input\)"):
-        AGSCL(MultiHead(mlp()))
+    with pytest.raises(TypeError, match=r"PaperAGSCL\(model, example_input\)"):
+        PaperAGSCL(MultiHead(mlp()))
 
 
 def test_a_graph_of_another_model_is_refused():
     with pytest.raises(ValueError, match="another model"):
-        AGSCL(MultiHead(mlp()), NodeGraph(MultiHead(mlp()), torch.zeros(2, 16)))
+        PaperAGSCL(MultiHead(mlp()), NodeGraph(MultiHead(mlp()), torch.zeros(2, 16)))
 
 
 def test_where_heads_are_a_function_of_the_task_the_graph_is_there_from_the_first_task_on():
     model = Own()
-    method = AGSCL(model, torch.zeros(2, 16), heads=lambda model, task: model.outputs[int(task[1:])])
+    method = PaperAGSCL(model, torch.zeros(2, 16), heads=lambda model, task: model.outputs[int(task[1:])])
     with pytest.raises(RuntimeError, match="no NodeGraph yet"):
         _ = method.graph
     method.begin_task("t0", adam(model))
@@ -1030,7 +1028,7 @@ def test_an_input_that_is_added_to_a_layer_does_not_hide_it():
         torch.manual_seed(seed)
         model = MultiHead(Added(), features=32)
         model.add_head("a", 3)
-        graph = AGSCL(model, example_input=torch.randn(2, 16)).graph
+        graph = PaperAGSCL(model, example_input=torch.randn(2, 16)).graph
         assert graph.readers["trunk.b"].sources.tolist() == list(range(16))
 
 

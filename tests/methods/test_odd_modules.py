@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PackNet
+from agscl import EWC, HAT, LwF, MultiHead, PackNet, PaperAGSCL
 from loops import adam, blobs, learn, make, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -25,7 +25,7 @@ class CalledByKeyword(nn.Module):
         return F.relu(self.norm(input=self.fc(x)))
 
 
-@pytest.mark.parametrize("cls", [AGSCL, HAT, EWC])
+@pytest.mark.parametrize("cls", [PaperAGSCL, HAT, EWC])
 def test_a_batchnorm_called_with_a_keyword_is_held_like_any_other(cls):
     def outputs(trunk):
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_a_batchnorm_with_an_activation_inside_keeps_it_where_its_channels_are_f
     def train(*norm):
         torch.manual_seed(0)
         model = MultiHead(nn.Sequential(nn.Linear(16, 32), *norm), features=32)
-        method, optimizer = AGSCL(model, torch.zeros(2, 16), mu=8, lam=math.inf, rho=0.3), adam(model)
+        method, optimizer = PaperAGSCL(model, torch.zeros(2, 16), mu=8, lam=math.inf, rho=0.3), adam(model)
         for number in range(2):
             learn(method, optimizer, number)
         model.train()
@@ -70,7 +70,7 @@ def test_a_batchnorm_with_an_activation_inside_keeps_it_where_its_channels_are_f
 
 def test_an_error_of_the_users_own_forward_is_not_swallowed_while_statistics_are_taken_anew():
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
-    method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+    method, optimizer = PaperAGSCL(model, torch.zeros(2, 16)), adam(model)
     learn(method, optimizer, 0, epochs=1, end=False)
 
     def forward(batch):
@@ -82,7 +82,7 @@ def test_an_error_of_the_users_own_forward_is_not_swallowed_while_statistics_are
 
 def test_a_last_batch_of_one_example_does_no_harm_to_batchnorm():
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
-    method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+    method, optimizer = PaperAGSCL(model, torch.zeros(2, 16)), adam(model)
     learn(method, optimizer, 0, epochs=1, end=False)
     x, y = blobs(0)[0]
     method.end_task([(x, y), (x[:1], y[:1])])
@@ -91,7 +91,7 @@ def test_a_last_batch_of_one_example_does_no_harm_to_batchnorm():
 def test_a_float64_model_has_importances_and_targets_in_float64():
     torch.manual_seed(0)
     model = MultiHead(mlp().double(), features=32)
-    assert AGSCL(model, torch.zeros(2, 16, dtype=torch.float64)).knowledge.omega.dtype == torch.float64
+    assert PaperAGSCL(model, torch.zeros(2, 16, dtype=torch.float64)).knowledge.omega.dtype == torch.float64
     one, other = torch.randn(2, 4, 3, dtype=torch.float64)
     term = LwF(model)._cross_entropy(one, other)
     expected = -(torch.softmax(one / 2, -1) * torch.log_softmax(other / 2, -1)).sum(-1).mean()
@@ -130,4 +130,4 @@ def test_lwf_may_be_copied_between_forward_and_backward():
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
 def test_tau_must_be_a_finite_number(wrong):
     with pytest.raises(ValueError, match="tau"):
-        AGSCL(MultiHead(mlp()), torch.zeros(2, 16), tau=wrong)
+        PaperAGSCL(MultiHead(mlp()), torch.zeros(2, 16), tau=wrong)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, HAT, SI, FineTune, LwF, MultiHead, PackNet, RWalk
+from agscl import EWC, HAT, SI, FineTune, LwF, MultiHead, PackNet, PaperAGSCL, RWalk
 from agscl.graph.nodes import NodeGraph
 from agscl.methods._parts.hooks import StepHooks
 from loops import adam, bits, blobs, learn, make, mlp, same
@@ -20,7 +20,7 @@ from loops import adam, bits, blobs, learn, make, mlp, same
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
 EXAMPLE = torch.zeros(2, 16)
-ALL = [AGSCL, EWC, SI, RWalk, HAT, PackNet, LwF, FineTune]
+ALL = [PaperAGSCL, EWC, SI, RWalk, HAT, PackNet, LwF, FineTune]
 
 
 def build(seed=0):
@@ -74,7 +74,7 @@ def test_the_factor_of_hat_is_applied_once_with_two_optimizers():
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_without_proximal_steps_every_optimizer_gets_the_penalty_of_its_weights_in_any_order(order):
     model = build()
-    method = AGSCL(model, EXAMPLE, mu=0.5, lam=50, rho=0.3, prox=False, tau=0.05)
+    method = PaperAGSCL(model, EXAMPLE, mu=0.5, lam=50, rho=0.3, prox=False, tau=0.05)
     optimizers = split(model, torch.optim.SGD)
     learn_with(method, optimizers, 0)
     learn_with(method, optimizers, 1, steps=range(3), end=False)
@@ -138,7 +138,7 @@ def test_nested_excluded_modules_are_given_back_as_they_were():
     model = MultiHead(nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 32), nn.ReLU()))
     model.trunk[0][0].bias.requires_grad_(False)
     required = [p.requires_grad for p in model.parameters()]
-    method = AGSCL(model, EXAMPLE, exclude=["trunk.0", "trunk.0.0"])
+    method = PaperAGSCL(model, EXAMPLE, exclude=["trunk.0", "trunk.0.0"])
     model.add_head("t0", 3)
     method.begin_task("t0", adam(model))
     assert not any(p.requires_grad for p in model.trunk[0].parameters())
@@ -184,7 +184,7 @@ def test_under_lbfgs_a_path_starts_where_the_step_starts(cls, gradient):
         assert any(bool(path.any()) for path in method.plan.path.values())
 
 
-@pytest.mark.parametrize("cls", [FineTune, AGSCL, HAT])
+@pytest.mark.parametrize("cls", [FineTune, PaperAGSCL, HAT])
 def test_an_optimizer_made_of_named_parameters_keeps_a_name_for_each(cls):
     model = build()
     optimizer = torch.optim.Adam(model.named_parameters(), lr=1e-2)
@@ -264,7 +264,7 @@ def test_moments_find_their_parameters_where_heads_are_declared_before_the_trunk
 def test_a_rate_that_ends_every_epoch_near_zero_frees_nodes_all_the_same():
     def count_free(anneal):
         model = build()
-        method, optimizer = AGSCL(model, EXAMPLE, mu=20, lam=1000, rho=0.3), adam(model)
+        method, optimizer = PaperAGSCL(model, EXAMPLE, mu=20, lam=1000, rho=0.3), adam(model)
         model.add_head("t0", 3)
         method.begin_task("t0", optimizer)
         for _ in range(12):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, MultiHead
+from agscl import MultiHead, PaperAGSCL
 from agscl.certificate import NEVER
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -123,7 +123,7 @@ def test_four_tasks_end_with_the_weights_of_an_independent_implementation(rule):
     mine, theirs = make_model(), make_model()
     x = data(0)[0]
     settings = {"mu": MU, "lam": LAM, "rho": RHO, "eta": ETA, "zero_init": rule}
-    method = AGSCL(mine, **settings, example_input=x[:2])
+    method = PaperAGSCL(mine, **settings, example_input=x[:2])
     reference = Reference(theirs, MU, LAM, forever=rule == "paper")
     seen: list[str] = []
     for task in range(TASKS):

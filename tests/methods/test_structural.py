@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import agscl
-from agscl import AGSCL, EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, Together
+from agscl import EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods.gpm import extend_basis, extract_inputs, project
@@ -430,7 +430,7 @@ def interrupted(model, x, task):
 
 @pytest.mark.parametrize(
     ("cls", "settings"),
-    [*((cls, {}) for cls in (HAT, PackNet, LwF, GPM, Frozen, AGSCL, EWC)), (EWC, {"batchnorm": "per_task"})],
+    [*((cls, {}) for cls in (HAT, PackNet, LwF, GPM, Frozen, PaperAGSCL, EWC)), (EWC, {"batchnorm": "per_task"})],
 )
 @pytest.mark.parametrize("when", ["between tasks", "within a task"])
 def test_a_forward_pass_stopped_by_ctrl_c_does_no_harm(cls, settings, when):

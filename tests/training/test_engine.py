@@ -77,13 +77,13 @@ PLAIN_RUN = """
 import sys
 import torch
 from torch import nn
-from agscl import AGSCL, MultiHead
+from agscl import PaperAGSCL, MultiHead
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 
 model = MultiHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), features=8)
 x, y = torch.randn(6, 4), torch.tensor([0, 1] * 3)
-method = AGSCL(model, example_input=x[:2])
+method = PaperAGSCL(model, example_input=x[:2])
 trainer = Trainer(model, method, (Task("t", 2, x, y, x, y, x, y),), TrainingConfig(epochs=1), seed=0)
 while trainer.advance():
     pass

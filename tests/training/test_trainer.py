@@ -10,8 +10,8 @@ from agscl import PackNet
 from agscl.experiments.methods import METHODS
 from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
+from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.runs import hash_state
 from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.tasks import Task
@@ -21,7 +21,7 @@ from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, mak
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
 
-@pytest.mark.parametrize("method", [FineTune, AGSCL])
+@pytest.mark.parametrize("method", [FineTune, PaperAGSCL])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_stopped_after_any_unit_and_continued_it_ends_with_the_same_bits(method, optimizer):
     momentum = 0.9 if optimizer == "sgd" else 0.0
@@ -302,7 +302,7 @@ def test_a_task_ends_with_batches_twice_as_large_where_their_size_does_not_matte
 )
 def test_what_agscl_measures_does_not_depend_on_the_size_of_batches_unless_something_does(between, settings, matters):
     model = MultiHead(nn.Sequential(nn.Linear(4, 8), *between, nn.ReLU()), features=8)
-    method = AGSCL(model, example_input=torch.randn(2, 4), **settings)
+    method = PaperAGSCL(model, example_input=torch.randn(2, 4), **settings)
     assert method.depends_on_batch_size == matters
 
 

@@ -46,6 +46,9 @@ def print_run_summary(result: dict[str, Any], folder: Path) -> None:
         console.print(_make_nodes_table(tasks, outcome["statistics"]))
         print_line("frozen: important nodes whose weights did not change in this task")
         print_line("unchanged: all nodes whose weights did not change in this task, free ones too")
+    if "capacity" in outcome["statistics"][-1]:
+        console.print()
+        console.print(_make_capacity_table(outcome["statistics"][-1]["capacity"]))
     if outcome["memory"]["bytes"]:
         console.print()
         console.print(_make_memory_table("Numbers stored between tasks", _compare_run_memory(method, outcome)))
@@ -101,6 +104,17 @@ def _make_nodes_table(tasks: list[str], statistics: list[dict[str, Any]]) -> Tab
             str(figures.get("frozen", "")),
             f"{100 * figures['used_capacity']:.0f} %",
         )
+    return table
+
+
+def _make_capacity_table(capacity: Mapping[str, Any]) -> Table:
+    left = capacity["tasks_left"]
+    fits = "" if left is None else f": room for {left} more task{'' if left == 1 else 's'}"
+    table = make_table(f"Capacity{fits}", "layer", "nodes", "taken", "by the last task", "free", "more tasks")
+    for layer in capacity["layers"]:
+        taken, more = list(layer["taken"].values()), layer["tasks_left"]
+        figures = (layer["nodes"], sum(taken), taken[-1], layer["free"], "–" if more is None else more)
+        table.add_row(_shorten(layer["layer"], 24), *map(str, figures))
     return table
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agscl.experiments.methods import METHODS, get_entry
-from agscl.methods.agscl import AGSCL
+from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.training import TrainingConfig
 
 Options = Mapping[str, Any]
@@ -44,12 +44,13 @@ LOOP = TrainingConfig(epochs=100, batch_size=256, lr=1e-3, patience=5, factor=3.
 def _paper_settings(
     agscl: tuple[float, float, float], *, ewc: float, mas: float, **others: float
 ) -> dict[str, Options]:
-    """The paper's settings, for each method's paper form. `agscl` is (λ, μ, ρ); `others` are si, rwalk and hat."""
+    """The paper's settings, for each method's paper form. `agscl` is (λ, μ, ρ); `others` are si, rwalk, hat."""
     lam, mu, rho = agscl
     strength = {"ewc": {"lam": ewc}, "mas": {"lam": mas}}
     strength |= {name: {"lam" if name == "rwalk" else "c": value} for name, value in others.items()}
     return {
-        "agscl": {"lam": lam, "mu": mu, "rho": rho, **AGSCL.paper},
+        "agscl": {},
+        "paper-agscl": {"lam": lam, "mu": mu, "rho": rho, **PaperAGSCL.paper},
         **{name: {**strength[name], **get_entry(name).method_class.paper} for name in strength},
     }
 
@@ -73,7 +74,8 @@ PRESETS: dict[str, Preset] = {
         network_options={"inputs": 64, "widths": [50, 50, 50]},
         training=TrainingConfig(epochs=30, batch_size=32, lr=1e-2, patience=None, restore_best=False),
         methods={
-            "agscl": {"mu": 10.0, "lam": 5000.0, "rho": 0.3},
+            "agscl": {},
+            "paper-agscl": {"mu": 10.0, "lam": 5000.0, "rho": 0.3},
             "ewc": {"lam": 10_000.0},
             "si": {"c": 1000.0},
             "rwalk": {"lam": 1.0},
@@ -116,7 +118,11 @@ PRESETS: dict[str, Preset] = {
             factor=10.0,
             restore_best=False,
         ),
-        methods={**CUB200, "agscl": {**CUB200["agscl"], "reinit_from": "start"}},
+        methods={
+            **CUB200,
+            "agscl": {"reinit_from": "start"},
+            "paper-agscl": {**CUB200["paper-agscl"], "reinit_from": "start"},
+        },
     ),
     "eight": Preset("the paper's: eight datasets, one task each", "eight", "eight", LOOP, EIGHT),
     "tinyimagenet32": Preset("100 Tiny ImageNet classes at 32×32, as cifar100", "tinyimagenet32", "cifar", LOOP, TINY),

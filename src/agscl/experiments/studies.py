@@ -44,11 +44,11 @@ class StudyLine:
 
 
 def _make_reinit_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    return [StudyLine(label, "agscl", form) for label, form in FORMS.items()]
+    return [StudyLine(label, "paper-agscl", form) for label, form in FORMS.items()]
 
 
 def _make_tradeoff_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    curves = [(label, "agscl", form) for label, form in FORMS.items()]
+    curves = [(label, "paper-agscl", form) for label, form in FORMS.items()]
     curves += [(METHODS[name].title, name, {}) for name in ("mas", "ewc")]
     return [
         StudyLine(f"{label}, λ {value:g}", method, {**form, "lam": value})
@@ -58,15 +58,18 @@ def _make_tradeoff_lines(get_strength: Callable[[str], float]) -> list[StudyLine
 
 
 def _make_rho_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    return [*[StudyLine(f"AGS-CL, ρ {rho:g}", "agscl", {"rho": rho}) for rho in RHOS], StudyLine("MAS", "mas", {})]
+    return [
+        *[StudyLine(f"AGS-CL, ρ {rho:g}", "paper-agscl", {"rho": rho}) for rho in RHOS],
+        StudyLine("MAS", "mas", {}),
+    ]
 
 
 def _make_prox_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    return [StudyLine("AGS-CL", "agscl", {}), StudyLine("without proximal steps", "agscl", {"prox": False})]
+    return [StudyLine("AGS-CL", "paper-agscl", {}), StudyLine("without proximal steps", "paper-agscl", {"prox": False})]
 
 
 def _make_aopc_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    return [StudyLine("AGS-CL", "agscl", {})]
+    return [StudyLine("AGS-CL", "paper-agscl", {})]
 
 
 STUDIES: dict[str, Callable[[Callable[[str], float]], list[StudyLine]]] = {

@@ -175,8 +175,7 @@ class GraphEngine(Engine):
             self._run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
             return
         trainer.method.end_epoch()
-        if trainer.method.plan_version != state.plan_version:
-            state.plan_version = trainer.method.plan_version
+        if trainer.note_plan_version():
             self.runner.release()
             state.best_loss.fill_(math.inf)  # e.g. pruned: weights of earlier epochs cannot be restored any more
             state.stalled_epochs.zero_()
@@ -282,4 +281,3 @@ class _DeviceState:
         """Loss, validation loss and learning rate of the last epoch."""
         self.unreported: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         """Epochs that are not reported yet: number, figures on the host, and the event after which they are valid."""
-        self.plan_version = trainer.method.plan_version

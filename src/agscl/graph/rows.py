@@ -62,6 +62,13 @@ class Rows:
             if parameter.requires_grad:
                 parameter.index_copy_(0, index, new)
 
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Set the rows to exactly 0, except in parameters that the user has frozen."""
+        for parameter, index in zip(self.parameters, self.index, strict=True):
+            if parameter.requires_grad:
+                parameter.index_fill_(0, index, 0.0)
+
 
 class FlatRows(Rows):
     """The same rows flattened into one tensor, which takes fewer GPU kernels.
@@ -109,8 +116,15 @@ class FlatRows(Rows):
 
     @torch.no_grad()
     def scatter_(self, rows: Sequence[Tensor]) -> None:
+        self._replace_(rows[0])
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        self._replace_(0.0)
+
+    def _replace_(self, numbers: Tensor | float) -> None:
         flat = self._concat(self.parameters)
-        flat[self._positions] = rows[0]
+        flat[self._positions] = numbers
         trained = [parameter.requires_grad for parameter in self.parameters]
         targets = list(itertools.compress(self._in_memory_order(self.parameters), trained))
         if targets:

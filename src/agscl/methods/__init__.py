@@ -10,7 +10,7 @@ from agscl.methods._parts.lifecycle import Method
 
 __all__ = ["find_methods"]
 
-FIRST = ("agscl", "ewc", "si", "rwalk", "mas", "hat")
+FIRST = ("agscl", "paper-agscl", "ewc", "si", "rwalk", "mas", "hat")
 """The order of the paper's table; the others follow by name."""
 LAST = ("frozen", "finetune")
 
@@ -26,6 +26,6 @@ def find_methods() -> dict[str, type[Method]]:
         classes = [value for value in vars(import_module(name)).values() if isinstance(value, type)]
         for candidate in classes:
             if issubclass(candidate, Method) and candidate.__module__ == name and "title" in vars(candidate):
-                methods[module.name] = candidate
+                methods[module.name.replace("_", "-")] = candidate
     others = sorted(name for name in methods if name not in (*FIRST, *LAST))
     return {name: methods[name] for name in (*FIRST, *others, *LAST) if name in methods}

@@ -1,10 +1,11 @@
 """AGS-CL: node-importance based adaptive group sparse regularisation (Jung, Ahn, Cha, Moon; NeurIPS 2020).
 
-Nodes are free (never yet useful) or important. While a task is learned, a proximal step shrinks free nodes towards
-zero and pulls important ones back to their anchors, both exactly; weights from a later node into an earlier one are
-zero. When it ends, nodes that were active become important, and some of the free ones get fresh weights.
+Nodes are free (never yet useful) or important. While a task is learned, free nodes are pruned down to a budget (by
+default), or shrunk towards zero by a proximal step (in the paper's form); important ones are frozen, or pulled back to
+their anchors, exactly; weights from a later node into an earlier one are zero. When the task ends, nodes that were
+active become important, and free ones get fresh weights.
 
-The file follows section 3 of the paper; numbers in brackets are its equations.
+The file follows section 3 of the paper; numbers in brackets are its equations. The budget is in `_parts.budget`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,17 +25,19 @@ from agscl.methods._parts.activations import measure_activations
 from agscl.methods._parts.agscl_certificate import certify_nodes
 from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
-from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes
+from agscl.methods._parts.budget import BUDGET_RULE, NodePruner, check_budget, is_budget
+from agscl.methods._parts.capacity import Capacity, measure_capacity
+from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_penalties
-from agscl.methods._parts.learning_rates import LayerRates
+from agscl.methods._parts.learning_rates import LayerRates, select_rates
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
-from agscl.methods._parts.proximal import group_norms, norm_gradients, pull, shrink
+from agscl.methods._parts.proximal import norm_gradients, pull, shrink
 from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
-from agscl.methods._parts.reinit import choose_groups, reinitialise_
-from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.reinit import choose_groups, reinitialise_, synchronise_generator
+from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.zero_masks import ZeroMasks, ZeroRule, zero_outgoing_
 
@@ -44,17 +46,19 @@ __all__ = ["AGSCL", "AGSCLConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class AGSCLConfig(Settings):
-    """Settings of AGS-CL. The defaults are the paper's for CIFAR-100; μ and λ must be searched for other data."""
+    """Settings of AGS-CL. The defaults need no tuning: a budget of nodes per task, and frozen nodes."""
 
-    mu: float = 10.0
+    budget: int | float | None = 0.25
+    """Share of each layer's free nodes a task may keep, or the number of tasks to make room for; none: no limit."""
+    mu: float = 0.0
     """μ: how strongly free nodes are shrunk; with the rate α, each epoch takes αμ off a node's norm."""
-    lam: float = 400.0
+    lam: float = math.inf
     """λ: how strongly important nodes are pulled back, times their importance; inf freezes them for good."""
-    rho: float = 0.3
+    rho: float = 1.0
     """ρ: share of each layer's free nodes that get fresh weights after a task."""
     eta: float = 0.9
     """η: what a node's importance is multiplied by from task to task; below 1 it fades, above 1 it grows."""
-    prox_every: Every = "epoch"
+    prox_every: Every = "step"
     """When the proximal step runs: each epoch, each step or every so many; thresholds are scaled to match."""
     zero_init: ZeroRule = "paper"
     """(I.1) Weights from a free node into an important one: 0 for ever, 0 while the source is free, or left."""
@@ -77,11 +81,14 @@ class AGSCLConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._require(self.budget is None or is_budget(self.budget), f"budget is {BUDGET_RULE}, not {self.budget!r}")
         for name in ("mu", "tau"):
             self._require_at_least(name, 0)
         self._require(self.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {self.lam}")
         self._require(0 < self.rho <= 1, f"rho must be above 0 and at most 1, not {self.rho} (off: rand_init=False)")
         self._require_at_least("eta", 0, above=True)
+        ablation = "prox=False adds the gradients of penalties: it takes budget=None and a finite lam"
+        self._require(self.prox or (self.budget is None and math.isfinite(self.lam)), ablation)
         count = isinstance(self.prox_every, int) and not isinstance(self.prox_every, bool) and self.prox_every >= 1
         self._require(count or self.prox_every in ("epoch", "step"), "prox_every is 'epoch', 'step' or a step count")
         self._require(0 <= self.min_activity < 1, f"min_activity is at least 0 and below 1, not {self.min_activity}")
@@ -101,6 +108,7 @@ class AGSCLKnowledge(Knowledge):
     first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # (groups,) or NEVER
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
+    task_steps: int = 0  # steps of the last task: a forecast for the next one, if its length is not told
     generator: torch.Generator = field(default_factory=torch.Generator)
     digests: GroupDigests | None = None
 
@@ -114,7 +122,7 @@ class AGSCLPlan(NodePlan):
     """One task: which rows are free and important, how strongly each is penalised, and what steps do to them."""
 
     method: AGSCL
-    saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norms", "start_rows")
+    saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norms", "start_rows", "pruner")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -123,6 +131,7 @@ class AGSCLPlan(NodePlan):
         self.norms = NodeNormFreezer(self.graph, ~self.method.knowledge.free)
         self.start_norms: list[float] = []  # of free groups, smallest and median, for the checks
         self.start_rows: list[Tensor] = []  # with prox=False, all rows as the task began
+        self.pruner = NodePruner(self, self.method.config.budget)
 
     def build(self) -> None:
         config, knowledge = self.method.config, self.method.knowledge
@@ -133,6 +142,7 @@ class AGSCLPlan(NodePlan):
         mu_factors, omega = scale_penalties(self.graph, knowledge.omega, free, config.by_layer)
         self.mu_factors, self.omega = mu_factors[self.free_rows.groups], omega[self.important_rows.groups]
         self.zero_masks = ZeroMasks(self.graph, knowledge.first_task, config.zero_init)
+        self.pruner.build()
 
     def start(self) -> None:
         if not self.method.config.prox:
@@ -170,18 +180,22 @@ class AGSCLPlan(NodePlan):
             self._run_proximal_step(share)
         elif self.method.config.prox_every != "epoch" and not self.schedule.counts(optimizer):
             self._restore_frozen()
+        self.pruner.hold_()
+        self.pruner.end_step()
 
     def end_epoch(self) -> None:
         check_epoch(self)
         if (share := self.schedule.end_epoch()) is not None:
             self._run_proximal_step(share)
         self._restore_frozen()
+        self.pruner.end_epoch()
 
     def end_steps(self) -> None:
-        """The proximal step for the steps since the last one, when the task ends."""
+        """The proximal step for the steps since the last one, when the task ends, and what is left to prune."""
         if (share := self.schedule.end_task()) is not None:
             self._run_proximal_step(share)
         self._restore_frozen()
+        self.pruner.end_task()
 
     @torch.no_grad()
     def _run_proximal_step(self, share: float | Tensor) -> None:
@@ -189,13 +203,13 @@ class AGSCLPlan(NodePlan):
         config, free, important = self.method.config, self.free_rows, self.important_rows
         alpha = self.schedule.start_step(share)
         if len(free) and config.mu and config.prox:  # (7), first line: exactly 0 where ‖θ‖ ≤ αμ
-            thresholds = _select_rates(alpha, free) * self.mu_factors * (config.mu * share)
+            thresholds = select_rates(alpha, free) * self.mu_factors * (config.mu * share)
             free.scatter_(shrink(free.gather(), thresholds, free.members))
         if len(important) and config.lam and config.prox:  # second line: exactly the anchor where ‖θ − anchor‖ ≤ αλΩ
             if math.isinf(config.lam):
-                thresholds = torch.full_like(self.omega, math.inf)  # also at rate 0
-            else:
-                thresholds = self.omega * _select_rates(alpha, important) * (config.lam * share)
+                important.scatter_(self.anchors)  # also at rate 0
+                return
+            thresholds = self.omega * select_rates(alpha, important) * (config.lam * share)
             important.scatter_(pull(important.gather(), self.anchors, thresholds, important.members))
 
     @torch.no_grad()
@@ -210,18 +224,14 @@ class AGSCLPlan(NodePlan):
 class AGSCL(NodeMethod):
     """Learn task after task without forgetting, in one network of ReLU nodes.
 
-    >>> method = AGSCL(model, example_input, mu=10, lam=400, rho=0.3)
+    >>> method = AGSCL(model, example_input)
 
-    Settings are the fields of `AGSCLConfig`; `example_input`, `heads`, `exclude` and `excluded` are those of every
-    method that knows the nodes (`NodeMethod`).
+    No setting is needed; there are the fields of `AGSCLConfig`. `example_input`, `heads`, `exclude` and `excluded` are
+    those of every method that knows the nodes (`NodeMethod`).
     """
 
     title = "AGS-CL"
-    search = (
-        SearchAxis("lam", FACTORS),
-        SearchAxis("mu", (0.5, 0.75, 1.5, 2.0)),
-        SearchAxis("rho", values=(0.1, 0.2, 0.3, 0.4, 0.5)),
-    )
+    search: ClassVar[tuple[SearchAxis, ...]] = (SearchAxis("budget", values=(0.1, 0.15, 0.2, 0.25, 0.35, 0.5)),)
     Config = AGSCLConfig
     config: AGSCLConfig
     Knowledge = AGSCLKnowledge
@@ -229,7 +239,12 @@ class AGSCL(NodeMethod):
     Plan = AGSCLPlan
     plan: AGSCLPlan | None
     needs = frozenset({"end_epoch"})
-    paper: ClassVar[Mapping[str, Any]] = {"zero_init": "while_free", "importance_mode": "train"}
+    paper: ClassVar[Mapping[str, Any]] = {
+        "budget": None,
+        "prox_every": "epoch",
+        "zero_init": "while_free",
+        "importance_mode": "train",
+    }
 
     @property
     def free(self) -> Tensor:
@@ -241,6 +256,10 @@ class AGSCL(NodeMethod):
         return self.config.prox_every in ("epoch", "step", 1)
 
     @property
+    def end_epoch_capturable(self) -> bool:
+        return self.config.budget is None  # at some of them it prunes
+
+    @property
     def depends_on_batch_size(self) -> bool:
         """A mean does not depend on it; statistics of BatchNorm and what dropout draws do."""
         return self._graph is None or bool(self.graph.norms) or self.config.importance_mode == "train"
@@ -248,6 +267,8 @@ class AGSCL(NodeMethod):
     def _init_nodes(self) -> None:
         """At the start Ω is 0 for every node."""
         knowledge, device = self.knowledge, self._node_device
+        if self.config.budget is not None:
+            check_budget(self.graph, self.config.budget)
         knowledge.omega = torch.zeros(self.graph.size, device=device, dtype=self._node_dtype)
         knowledge.first_task = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
         knowledge.generator.manual_seed(self.config.seed)
@@ -275,7 +296,7 @@ class AGSCL(NodeMethod):
         before = ~knowledge.free
         changed = knowledge.digests.compare(before)
         if not config.prox:
-            changed = self._find_moved_by(config.tau, plan.start_rows)
+            changed = find_moved_groups(self.graph, plan.start_rows, config.tau)
 
         omega = (config.eta * knowledge.omega + activations).to(knowledge.omega.dtype)  # (8)
         knowledge.omega = torch.where(before, omega.clamp(min=torch.finfo(omega.dtype).tiny), omega)  # never free again
@@ -284,33 +305,30 @@ class AGSCL(NodeMethod):
             inactive = find_less_active(self.graph, activations, config.min_activity) & new
             knowledge.omega[inactive], new = 0.0, new & ~inactive
         knowledge.first_task[new] = len(self.tasks) - 1
-        check_after_task(plan)
+        check_after_task(plan, activations > 0, int(before.sum()), len(knowledge.digests.unmoved))
 
         if config.zero_init != "off":  # (I.1), always before (I.2)
             zero_outgoing_(self.graph, knowledge.free, self.heads.get_head(plan.task, self.tasks))
         if config.rand_init:
             self._reinitialise_free(plan, new)  # (I.2)
         knowledge.anchors = Rows(self.graph, ~knowledge.free).gather()
+        knowledge.task_steps = plan.steps
         knowledge.digests.update()
-        knowledge.statistics = count_nodes(knowledge.free, before, changed)
+        knowledge.statistics = count_nodes(knowledge.free, before, changed) | {"capacity": self.capacity().as_dict()}
 
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:
         """(I.2) A share ρ of each layer's free nodes get fresh incoming weights; `new` just became important."""
         generator = self.knowledge.generator
-        if dist.is_available() and dist.is_initialized():  # all ranks draw alike
-            state = generator.get_state().to(self.knowledge.omega.device)
-            dist.broadcast(state, 0)
-            generator.set_state(state.cpu())
+        synchronise_generator(generator, self.knowledge.omega.device)
         needed = new.cpu() if self.config.rand_init == "needed" else None
         chosen = choose_groups(self.graph, self.knowledge.free.cpu(), self.config.rho, generator, needed)
         reinitialise_(self.graph, chosen, generator, plan.optimizers, self.knowledge.initial_weights)
 
-    def _find_moved_by(self, distance: float, start_rows: list[Tensor]) -> Tensor:
-        """(groups,) those whose incoming weights moved by `distance` or more since the task began."""
-        all_rows = Rows(self.graph, torch.ones_like(self.knowledge.free))
-        return (group_norms(torch._foreach_sub(all_rows.gather(), start_rows), all_rows.members) >= distance).cpu()
-
     # What it reports -------------------------------------------------------------------------------------------------
+
+    def capacity(self) -> Capacity:
+        """Per layer, how many nodes each task has taken, how many are free, and how many more tasks fit."""
+        return measure_capacity(self.graph, self.knowledge.first_task, self.tasks, self.config.budget)
 
     def memory(self) -> dict[str, int]:
         """As `Method.memory`, with the certificate's `digests` in bytes."""
@@ -332,10 +350,3 @@ class AGSCL(NodeMethod):
         super().close()
         if self._graph is not None:
             self._frozen_norms.close()
-
-
-def _select_rates(alpha: float | Tensor, rows: Rows) -> Tensor:
-    """The rates of the rows' groups, (groups,)."""
-    if isinstance(alpha, Tensor) and alpha.dim():
-        return alpha[rows.groups]
-    return torch.ones(len(rows), device=rows.groups.device, dtype=torch.float64) * alpha

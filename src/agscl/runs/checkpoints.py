@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agscl.system.files import write_atomically
 
-FORMAT = 2
+FORMAT = 3
 CHECKPOINT_FILE = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")
 """The file names of checkpoints. Files with other names are never removed."""
 

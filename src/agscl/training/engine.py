@@ -96,9 +96,8 @@ class PlainEngine(Engine):
 
     def _end_epoch(self) -> None:
         trainer, config = self.trainer, self.trainer.config
-        version = trainer.method.plan_version
         trainer.method.end_epoch()
-        if trainer.method.plan_version != version:  # e.g. pruned: weights of earlier epochs cannot be restored any more
+        if trainer.note_plan_version():  # e.g. pruned: weights of earlier epochs cannot be restored any more
             trainer.best_loss, trainer.stalled_epochs = math.inf, 0
         trainer.check_finite()
         loss, rate, valid_loss = trainer.loss_sum.item() / trainer.examples, self.optimizer.param_groups[0]["lr"], None

@@ -87,6 +87,7 @@ class Trainer:
         self.best_loss = math.inf  # on the validation split
         self.best_weights: dict[str, Tensor] | None = None  # those of `trained_tensors` in the epoch of the best loss
         self.stalled_epochs = 0  # epochs since the best loss, or since the rate dropped
+        self.plan_version = 0  # of the method's plan, when the best loss was last compared
 
         self.engine = engine(self)
 
@@ -118,7 +119,7 @@ class Trainer:
             task.name, self.optimizer, epochs=self.config.epochs, steps_per_epoch=self.steps_per_epoch
         )
         self.model.train()
-        self.best_loss, self.best_weights, self.stalled_epochs = math.inf, None, 0
+        self.best_loss, self.best_weights, self.stalled_epochs, self.plan_version = math.inf, None, 0, 0
         self.losses.append([])
         self.engine.start_task()
         self.emit({"event": "task started", "task": self.task_index, "name": task.name})
@@ -260,6 +261,11 @@ class Trainer:
         trained = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
         return trained | {f"method/{index}": p.detach() for index, p in enumerate(added)}
 
+    def note_plan_version(self) -> bool:
+        """Whether the method has changed what a step does (pruned, say) since this was last asked."""
+        before, self.plan_version = self.plan_version, self.method.plan_version
+        return self.plan_version != before
+
     def check_finite(self) -> None:
         """Raise if the loss or a weight is no longer finite."""
         if not self.all_finite():
@@ -339,6 +345,7 @@ class Trainer:
             "best_loss": self.best_loss,
             "best_weights": self.best_weights,
             "stalled": self.stalled_epochs,
+            "plan_version": self.plan_version,
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
             "optimizer": None if self.optimizer is None else optimizer_state_dict(self.optimizer, self.model),
@@ -362,6 +369,7 @@ class Trainer:
         self.valid_accuracies = state["valid_accuracies"]
         self.loss_sum = state["loss_sum"].to(self.device)
         self.best_loss, self.stalled_epochs = state["best_loss"], state["stalled"]
+        self.plan_version = state["plan_version"]
         if (best := state["best_weights"]) is not None:
             self.best_weights = {name: value.to(self.device) for name, value in best.items()}
         if state["optimizer"] is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
 from agscl.graph.nodes import NodeGraph
+from agscl.methods._parts.proximal import sum_dtype
 
 __all__ = ["measure_activations"]
 
@@ -27,8 +28,8 @@ def measure_activations(
     torch.distributed runs. `forward(batch)` runs the model on one batch.
     """
     device = next(parameter.device for _, parameter, _ in graph.incoming_parameters())
-    sum_dtype = torch.float32 if device.type == "mps" else torch.float64
-    sums = [torch.zeros(len(site.groups), dtype=sum_dtype, device=device) for site in graph.relu_sites]
+    dtype = sum_dtype(device)
+    sums = [torch.zeros(len(site.groups), dtype=dtype, device=device) for site in graph.relu_sites]
     counts = [0.0] * len(sums)
     site_numbers = {site.index: site_number for site_number, site in enumerate(graph.relu_sites)}
     relu_calls = 0
@@ -50,7 +51,7 @@ def measure_activations(
                 f"{len(site.groups)} when the graph was built. Run the model as it ran then, or build a new method."
             )
         values = values.reshape(len(values), -1)
-        sums[site_number] += values.sum(1, dtype=sum_dtype)
+        sums[site_number] += values.sum(1, dtype=dtype)
         counts[site_number] += values.shape[1]
 
     def restart(*_: Any) -> None:
@@ -61,7 +62,7 @@ def measure_activations(
         for batch in batches:
             with ReLUWatcher(record_relu):
                 forward(batch)
-    total = torch.cat([*sums, torch.tensor(counts, dtype=sum_dtype, device=device)])
+    total = torch.cat([*sums, torch.tensor(counts, dtype=dtype, device=device)])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
     missing = [site.index + 1 for site, count in zip(graph.relu_sites, total[-len(sums) :], strict=True) if not count]
@@ -70,7 +71,7 @@ def measure_activations(
             f"No activation was measured at ReLU {', '.join(map(str, missing))} of the forward pass: `batches` was "
             "empty, or `forward` did not run the model. Importance cannot be measured without the task's data."
         )
-    importance = torch.zeros(graph.size, dtype=sum_dtype, device=device)
+    importance = torch.zeros(graph.size, dtype=dtype, device=device)
     site_sums = total[: -len(sums)].split([len(site_sum) for site_sum in sums])
     for site, site_sum, count in zip(graph.relu_sites, site_sums, total[-len(sums) :], strict=True):
         groups = site.groups.to(device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from agscl.methods._parts.proximal import group_norms
 
@@ -12,6 +15,10 @@ if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLPlan
 
 __all__ = ["check_after_task", "check_before_task", "check_epoch"]
+
+LATE_SHARE = 0.02
+"""Pruning a larger share of all nodes than this when a task ends is worth a warning."""
+_USE_BUDGET = "A budget needs no tuning: AGSCL(model, example_input)"
 
 
 def check_before_task(plan: AGSCLPlan) -> None:
@@ -36,7 +43,7 @@ def check_before_task(plan: AGSCLPlan) -> None:
         method.warn_once(
             "penalty",
             "No node is important after the first task, so nothing is held: the penalty is 0. Every node was "
-            f"shrunk to zero; use a smaller mu (it is {method.config.mu:g}) or fewer epochs.",
+            f"shrunk to zero; use a smaller mu (it is {method.config.mu:g}). {_USE_BUDGET}.",
         )
     elif method.config.lam == 0:
         method.warn_once(
@@ -54,36 +61,96 @@ def check_epoch(plan: AGSCLPlan) -> None:
         )
 
 
-def check_after_task(plan: AGSCLPlan) -> None:
-    """Warn about proximal steps that never ran, a μ without effect, and layers without a free node."""
-    method, config, schedule = plan.method, plan.method.config, plan.schedule
-    epochs_ended = config.prox_every != "epoch" or not schedule.epoch_steps
-    if config.prox and plan.steps and not (schedule.proximal_steps and epochs_ended):
+def check_after_task(plan: AGSCLPlan, active: Tensor, important: int, unmoved: int) -> None:
+    """Warn about what could not act, did harm or will run out.
+
+    `active` (groups,) are the groups that fired; `unmoved` of the groups that were `important` before did not move.
+    """
+    method, config = plan.method, plan.method.config
+    if important and not unmoved and config.lam and plan.steps:
         method.warn_once(
+            "held",
+            f"None of the {important} important nodes kept its weights in task {plan.task!r}: lam ({config.lam:g}) "
+            "times the learning rate is too small to hold them. Use lam=math.inf, which freezes them at any rate.",
+        )
+    if config.prox and plan.steps and (config.mu or not math.isinf(config.lam)):
+        _check_proximal_steps(plan)
+    if config.budget is not None:
+        _check_pruning(plan)
+    elif config.mu * float(plan.schedule.rate_sum) < plan.start_norms[0] and config.prox and plan.steps:
+        method.warn_once(
+            "mu",
+            f"mu ({config.mu:g}) is too small to free a node, other than those that never fire: in this task it could "
+            f"take {config.mu * float(plan.schedule.rate_sum):.3g} off a node's norm, and the smallest was "
+            f"{plan.start_norms[0]:.3g}. {_USE_BUDGET}. Or search for mu: too large a value ruins the task.",
+        )
+        return
+    _check_layers(plan, active.cpu())
+
+
+def _check_proximal_steps(plan: AGSCLPlan) -> None:
+    """Warn about proximal steps that never ran, or without their full thresholds."""
+    config, schedule = plan.method.config, plan.schedule
+    epochs_ended = config.prox_every != "epoch" or not schedule.epoch_steps
+    if not (schedule.proximal_steps and epochs_ended):
+        plan.method.warn_once(
             "prox",
             "end_epoch() was not called after the last steps, or never: the proximal step ran "
             f"{schedule.proximal_steps} times in this task. Call method.end_epoch() after each epoch.",
         )
-    if config.prox and config.prox_every != "epoch" and plan.steps and not schedule.steps_per_epoch:
-        method.warn_once(
+    if config.prox_every != "epoch" and not schedule.steps_per_epoch:
+        plan.method.warn_once(
             "length",
             f"prox_every={config.prox_every!r}, but how many steps an epoch has was never told: the proximal "
             "step ran once, at the end of the task. Give begin_task(…, steps_per_epoch=…), or call end_epoch().",
         )
-    reach, (smallest, median) = float(schedule.rate_sum), plan.start_norms
-    if config.prox and reach and config.mu * reach < smallest:
-        method.warn_once(
-            "mu",
-            "mu is too small to free a node, other than those that never fire: in this task it could take "
-            f"{config.mu * reach:.3g} off a node's norm, and the smallest was {smallest:.3g}. Use mu of about "
-            f"{median / reach:.3g} or more, or train for more epochs.",
+
+
+def _check_pruning(plan: AGSCLPlan) -> None:
+    """Warn about nodes that were pruned too late for the others to make up for them."""
+    pruner, share_before = plan.pruner, plan.pruner.share_before_end
+    count = round((1 - share_before) * sum(len(groups) - kept for groups, kept in pruner.layers))
+    if plan.steps and count > LATE_SHARE * plan.graph.size:
+        reason = (
+            "its length was not told, and nothing was known of it"
+            if plan.epochs is None
+            else f"{pruner.epoch} of {plan.epochs} epochs were told by end_epoch()"
         )
-        return
-    free = method.knowledge.free.cpu()
-    full = [name for name, layer in plan.graph.layers.items() if not bool(free[layer.groups].any())]
-    if full:
+        plan.method.warn_once(
+            "late pruning",
+            f"{count} nodes were pruned at the very end of task {plan.task!r}, so the others could not make up for "
+            f"them: {reason}. Give begin_task(…, epochs=…, steps_per_epoch=…), or call method.end_epoch() after each "
+            "epoch.",
+        )
+
+
+def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
+    """Warn about layers in which hardly a node fires, and about those without free nodes."""
+    method, config, graph = plan.method, plan.method.config, plan.graph
+    dead = [name for name, layer in graph.layers.items() if 10 * int(active[layer.groups].sum()) < layer.size]
+    if dead and config.mu and config.prox:
+        method.warn_once(
+            "dead",
+            f"Fewer than one node in ten fires in {_join(dead)} after task {plan.task!r}: mu ({config.mu:g}) has "
+            f"shrunk nearly all of them to 0, and the task is hardly learned. Use a smaller mu. {_USE_BUDGET}.",
+        )
+    capacity = method.capacity()
+    full = [layer.layer for layer in capacity.layers if not layer.free]
+    if full and config.budget is None:
         method.warn_once(
             "full",
-            f"No free node is left in {', '.join(full)}: what later tasks can learn there is limited. Use a larger "
-            f"mu (it is {config.mu:g}), a smaller rho (it is {config.rho:g}) or wider layers.",
+            f"No free node is left in {_join(full)}: what later tasks can learn there is limited. {_USE_BUDGET}.",
         )
+    elif capacity.tasks_left is not None and capacity.tasks_left <= 1:
+        scarce = [layer for layer in capacity.layers if layer.tasks_left == capacity.tasks_left]
+        when = "No task" if full else "One more task"
+        method.warn_once(
+            "full",
+            f"{when} will find a free node in {_join([layer.layer for layer in scarce])} after task {plan.task!r}: "
+            f"what tasks beyond can learn there is limited. Use wider layers, or a smaller budget (it is "
+            f"{config.budget}) from the first task on; method.capacity() shows what is free.",
+        )
+
+
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more layers" if len(names) > 5 else "")

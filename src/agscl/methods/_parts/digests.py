@@ -9,8 +9,10 @@ from torch import Tensor
 
 from agscl.certificate import NEVER, Layout, digest_groups
 from agscl.graph.nodes import NodeGraph
+from agscl.graph.rows import Rows
+from agscl.methods._parts.proximal import group_norms
 
-__all__ = ["DIGEST_BYTES", "GroupDigests", "count_nodes"]
+__all__ = ["DIGEST_BYTES", "GroupDigests", "count_nodes", "find_moved_groups"]
 
 DIGEST_BYTES = 16
 
@@ -77,6 +79,12 @@ class GroupDigests:
             "moved": sorted({*self.moved, *set(self.unmoved).intersection(changed)}),
             "moved_after_task": changed,
         }
+
+
+def find_moved_groups(graph: NodeGraph, start_rows: list[Tensor], distance: float) -> Tensor:
+    """(groups,) those whose incoming weights are `distance` or more away from `start_rows`, of all groups."""
+    rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
+    return (group_norms(torch._foreach_sub(rows.gather(), start_rows), rows.members) >= distance).cpu()
 
 
 def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:

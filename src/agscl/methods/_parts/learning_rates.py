@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
+from agscl.graph.rows import Rows
 
-__all__ = ["LayerRates"]
+__all__ = ["LayerRates", "select_rates"]
 
 
 class LayerRates:
@@ -69,6 +70,13 @@ class LayerRates:
             groups = self.graph.layers[name].groups.to(alpha.device)
             alpha[groups] = torch.maximum(alpha[groups], torch.ones_like(alpha[groups]) * rate)
         return alpha
+
+
+def select_rates(alpha: float | Tensor, rows: Rows) -> Tensor:
+    """The rates of the rows' groups, (groups,), of one rate for all or of (all groups,)."""
+    if isinstance(alpha, Tensor) and alpha.dim():
+        return alpha[rows.groups]
+    return torch.ones(len(rows), device=rows.groups.device, dtype=torch.float64) * alpha
 
 
 def _copy_rate(rate: float | Tensor) -> float | Tensor:

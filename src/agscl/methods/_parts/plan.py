@@ -27,7 +27,7 @@ class Plan:
     above 0 where such an optimizer skipped the step on overflow.
     """
 
-    saved: ClassVar[tuple[str, ...]] = ("steps",)
+    saved: ClassVar[tuple[str, ...]] = ("steps", "version")
 
     def __init__(
         self,

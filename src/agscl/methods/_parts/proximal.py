@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["group_norms", "norm_gradients", "pull", "shrink"]
+__all__ = ["group_norms", "norm_gradients", "pull", "shrink", "sum_dtype"]
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def pull(
 def group_norms(rows: Sequence[Tensor], members: Tensor | None = None) -> Tensor:
     """Euclidean norm of every group, (groups,). Summed in float64, so no float32 weight over- or underflows."""
     squares = [
-        torch.linalg.vector_norm(row.flatten(1) if row.dim() > 1 else row[:, None], dim=1, dtype=_sum_dtype(row))
+        torch.linalg.vector_norm(row.flatten(1) if row.dim() > 1 else row[:, None], dim=1, dtype=sum_dtype(row.device))
         for row in rows
     ]
     torch._foreach_mul_(squares, squares)
@@ -98,5 +98,6 @@ def _upcast_half(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """In which sums are taken: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 
-__all__ = ["choose_groups", "reinitialise_"]
+__all__ = ["choose_groups", "reinitialise_", "synchronise_generator"]
 
 
 def choose_groups(
@@ -28,6 +29,14 @@ def choose_groups(
             count = min(count, int((in_layer & needed).sum()))
         chosen[candidates[torch.randperm(len(candidates), generator=generator)[:count]]] = True
     return chosen
+
+
+def synchronise_generator(generator: torch.Generator, device: torch.device) -> None:
+    """Where ranks train together, let all draw what rank 0 draws."""
+    if dist.is_available() and dist.is_initialized():
+        state = generator.get_state().to(device)
+        dist.broadcast(state, 0)
+        generator.set_state(state.cpu())
 
 
 @torch.no_grad()

@@ -1,0 +1,190 @@
+"""A budget of nodes per task: how many of each layer's free nodes a task may keep. Beyond the paper.
+
+The paper's penalty μ Σ‖θ‖ on free nodes becomes a constraint: at most k free nodes of a layer differ from 0. Its
+proximal operator is a projection: the k nodes with the highest scores keep their weights, the others become exactly 0.
+k falls to the budget in a few steps while the task is learned, so that the nodes that stay make up for those that go.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from agscl.graph.nodes import NodeGraph
+from agscl.graph.rows import Rows, make_rows
+from agscl.methods._parts.proximal import sum_dtype
+
+if TYPE_CHECKING:
+    from agscl.methods.agscl import AGSCLPlan
+
+__all__ = [
+    "BUDGET_RULE",
+    "Budget",
+    "NodePruner",
+    "check_budget",
+    "count_kept",
+    "count_tasks_left",
+    "is_budget",
+    "score_groups",
+]
+
+Budget = int | float
+BUDGET_RULE = "a share above 0 and at most 1, or the number of tasks to make room for, at least 1"
+
+FIRST, LAST, PRUNINGS = 0.2, 0.6, 4
+"""The shares of a task at which it is first and last pruned, and how often in all."""
+MIN_EPOCHS = 10
+"""Tasks of fewer epochs are pruned between steps, others at the ends of epochs."""
+FIRST_STEP = 32
+"""Where a task's length is not known: the step at which it is first pruned; then at twice as many, and so on."""
+
+
+class NodePruner:
+    """Prunes free groups while a task is learned, until each layer keeps its budget, and holds them at 0.
+
+    Without a budget it does nothing.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ("pruned", "epoch", "share")
+
+    def __init__(self, plan: AGSCLPlan, budget: Budget | None) -> None:
+        self.plan = plan
+        free, learned = plan.method.knowledge.free, len(plan.method.tasks) - 1
+        self.layers: list[tuple[Tensor, int]] = []  # per layer, its free groups, and how many of them the task may keep
+        if budget is not None:
+            for in_layer in plan.graph.groups_by_layer():
+                candidates = (in_layer.to(free.device) & free).nonzero().flatten()
+                self.layers.append((candidates, count_kept(len(candidates), budget, learned)))
+        self.pruned = torch.zeros_like(free)  # (groups,) held at 0 until the task ends
+        self.epoch = 0
+        self.share = 0.0  # of what must go, how much is gone
+        self.share_before_end = 0.0  # the same, before the task ended
+        self.rows: Rows | None = None
+
+    def build(self) -> None:
+        """Make what `hold_` needs, for a task that was resumed too."""
+        self.rows = make_rows(self.plan.graph, self.pruned) if bool(self.pruned.any()) else None
+
+    def hold_(self) -> None:
+        """Set pruned groups to exactly 0: an optimizer's momentum would wake them."""
+        if self.rows is not None:
+            self.rows.zero_()
+
+    def end_step(self) -> None:
+        """Prune after a step, if it is time: in a task of few epochs, or of a number that was not told."""
+        plan, steps = self.plan, self.plan.steps
+        if not self.layers or plan.schedule.captured or (plan.epochs or 0) >= MIN_EPOCHS:
+            return
+        if plan.epochs and plan.schedule.steps_per_epoch:
+            length = plan.epochs * plan.schedule.steps_per_epoch
+        elif plan.epochs is None or plan.epochs == 1:
+            length = plan.method.knowledge.task_steps
+        else:  # how many steps an epoch has is still being counted
+            return
+        if length:
+            self.prune_(_share_at(steps / length))
+        elif steps >= FIRST_STEP and steps & (steps - 1) == 0:  # each time the task has become twice as long
+            self.prune_(1 - FIRST_STEP / (2 * steps))
+
+    def end_epoch(self) -> None:
+        """Prune after an epoch, if it is time."""
+        self.epoch += 1
+        if self.plan.epochs:
+            self.prune_(_share_at(self.epoch / self.plan.epochs))
+
+    def end_task(self) -> None:
+        """Prune what is left to prune. The loop may also have gone back to weights from before a pruning."""
+        self.share_before_end = self.share
+        self.prune_(1.0)
+        self.hold_()
+
+    @torch.no_grad()
+    def prune_(self, share: float) -> None:
+        """Set groups with the lowest scores to 0, until this share of what each layer has above its budget is gone."""
+        if not self.layers or share <= self.share:
+            return
+        self.share = share
+        head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
+        scores = score_groups(self.plan.graph, head)
+        for candidates, kept in self.layers:
+            count = round((len(candidates) - kept) * share)
+            order = torch.where(self.pruned[candidates], -1.0, scores[candidates]).argsort(stable=True)
+            self.pruned[candidates[order[:count]]] = True
+        self.build()
+        self.hold_()
+        self.plan.version += 1
+
+
+def is_budget(value: Any) -> bool:
+    """Whether a value follows `BUDGET_RULE`."""
+    if isinstance(value, int):
+        return value >= 1 and not isinstance(value, bool)
+    return isinstance(value, float) and 0 < value <= 1
+
+
+def count_kept(free: int, budget: Budget, learned: int) -> int:
+    """How many of a layer's `free` groups a task may keep, when so many tasks are `learned`."""
+    if isinstance(budget, int):  # the tasks that are left share alike
+        return math.ceil(free / max(1, budget - learned))
+    return math.ceil(round(free * budget, 9))
+
+
+def count_tasks_left(free: int, budget: Budget, learned: int) -> int:
+    """For how many more tasks a layer with so many `free` groups has one left."""
+    tasks = 0
+    while free:
+        free -= count_kept(free, budget, learned + tasks)
+        tasks += 1
+    return tasks
+
+
+def check_budget(graph: NodeGraph, budget: Budget) -> None:
+    """Refuse a budget with which a task would get less than one node even in the widest layer."""
+    sizes = dict(zip(graph.layers, (int(in_layer.sum()) for in_layer in graph.groups_by_layer()), strict=True))
+    widest = max(sizes, key=sizes.__getitem__)
+    share = 1 / budget if isinstance(budget, int) else budget
+    if share * sizes[widest] < 1:
+        limit = sizes[widest] if isinstance(budget, int) else math.ceil(1e4 / sizes[widest]) / 1e4
+        raise ValueError(
+            f"budget={budget} leaves a task less than one node: the widest layer, {widest}, has {sizes[widest]}. "
+            f"Use {'at most' if isinstance(budget, int) else 'at least'} {limit}, or a wider network."
+        )
+
+
+@torch.no_grad()
+def score_groups(graph: NodeGraph, head: nn.Module) -> Tensor:
+    """(groups,) ‖incoming weights‖ · ‖outgoing weights‖, of which the heads of other tasks are no part.
+
+    Where a BatchNorm follows, its scale and shift are taken as the incoming weights: it undoes the scale of others.
+    """
+    device = next(parameter.device for _, parameter, _ in graph.incoming_parameters())
+    dtype = sum_dtype(device)
+    incoming, scales, outgoing = (torch.zeros(graph.size + 1, dtype=dtype, device=device) for _ in range(3))
+    norm_names = {f"{norm.name}.{key}" for norm in graph.norms.values() for key in ("weight", "bias")}
+    for name, parameter, groups in graph.incoming_parameters():
+        total = scales if name in norm_names else incoming
+        total.index_add_(0, groups.to(device), _square(parameter).reshape(len(groups), -1).sum(1))
+    in_head = {id(module) for module in head.modules()}
+    for reader in graph.readers.values():
+        if not reader.is_head or id(reader.module) in in_head:
+            squares = _square(reader.weight).reshape(*reader.weight.shape[:2], -1).sum(2)
+            sources = reader.source_groups().to(device).flatten(1) % (graph.size + 1)  # the last: no node
+            outgoing.index_add_(0, sources.flatten(), squares.view(-1, *sources.shape).sum(0).flatten())
+    normed = torch.zeros(graph.size + 1, dtype=torch.bool, device=device)
+    for norm in graph.norms.values():
+        normed[norm.groups.to(device)] = norm.module.affine
+    return (torch.where(normed, scales, incoming) * outgoing)[:-1].sqrt()
+
+
+def _square(weight: Tensor) -> Tensor:
+    return weight.detach().to(sum_dtype(weight.device)).square()
+
+
+def _share_at(progress: float) -> float:
+    """Of what must go, the share that is gone at this point of the task: a cubic curve, in steps."""
+    spacing = (LAST - FIRST) / (PRUNINGS - 1)
+    done = min(PRUNINGS, math.floor((progress - FIRST) / spacing + 1e-9) + 1) if progress >= FIRST - 1e-9 else 0
+    return 1 - (1 - done / PRUNINGS) ** 3

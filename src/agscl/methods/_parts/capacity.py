@@ -1,0 +1,74 @@
+"""How much of a network is taken by which task, and how many more tasks fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from agscl.certificate import NEVER
+from agscl.graph.nodes import NodeGraph
+from agscl.methods._parts.budget import Budget, count_tasks_left
+
+__all__ = ["Capacity", "LayerCapacity", "measure_capacity"]
+
+
+@dataclass(frozen=True)
+class LayerCapacity:
+    """The nodes of one layer. Nodes that are only free or important together count as one, in the first such layer."""
+
+    layer: str
+    nodes: int
+    taken: dict[str, int]
+    """How many nodes each task made important."""
+    free: int
+    tasks_left: int | None
+    """How many more tasks find a free node; None without a budget."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What each layer has taken and free."""
+
+    budget: Budget | None
+    layers: list[LayerCapacity]
+
+    @property
+    def tasks_left(self) -> int | None:
+        """How many more tasks find a free node in every layer; None without a budget."""
+        left = [layer.tasks_left for layer in self.layers if layer.tasks_left is not None]
+        return min(left, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"tasks_left": self.tasks_left, "layers": [asdict(layer) for layer in self.layers]}
+
+    def __str__(self) -> str:
+        width = max(len("layer"), *(len(layer.layer) for layer in self.layers))
+        lines = [f"{'layer':<{width}}  nodes  taken   free  more tasks"]
+        for layer in self.layers:
+            left = "–" if layer.tasks_left is None else layer.tasks_left
+            taken = sum(layer.taken.values())
+            lines.append(f"{layer.layer:<{width}}  {layer.nodes:>5}  {taken:>5}  {layer.free:>5}  {left:>10}")
+        if self.tasks_left is not None:
+            plural = "" if self.tasks_left == 1 else "s"
+            lines.append(
+                f"{self.tasks_left} more task{plural} will find free nodes in every layer (budget {self.budget})"
+            )
+        return "\n".join(lines)
+
+
+def measure_capacity(graph: NodeGraph, first_task: Tensor, tasks: Sequence[str], budget: Budget | None) -> Capacity:
+    """The capacity of a network in which group g became important in task number `first_task[g]`, if ever."""
+    first = first_task.cpu()
+    layers = []
+    for name, in_layer in zip(graph.layers, graph.groups_by_layer(), strict=True):
+        own = first[in_layer]
+        if not len(own):  # all its nodes are counted with another layer's
+            continue
+        free = int((own == NEVER).sum())
+        taken = {task: int((own == number).sum()) for number, task in enumerate(tasks)}
+        left = None if budget is None else count_tasks_left(free, budget, len(tasks))
+        layers.append(LayerCapacity(name, len(own), taken, free, left))
+    return Capacity(budget, layers)

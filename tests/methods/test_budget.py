@@ -1,0 +1,449 @@
+"""AGS-CL without settings: a budget of nodes per task, pruned while the task is learned."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import zoo
+from agscl import AGSCL, EWC, MultiHead, PaperAGSCL, Together
+from agscl.certificate import NEVER
+from agscl.methods._parts import budget as budgets
+from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.testing import NETWORKS, OPTIMIZERS
+from loops import adam, bits, blobs, learn, mlp, same
+
+quiet = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+EXAMPLE = torch.zeros(2, 16)
+
+
+def build(**settings):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    return AGSCL(model, EXAMPLE, **settings), adam(model)
+
+
+def train(method, optimizer, number, steps, *, end=True, told=None, epoch=None, begin=True, after_step=None):
+    """Train a task for so many steps; `told` is given to begin_task, `end_epoch` is called every `epoch` steps."""
+    model, task, data = method.model, f"t{number}", blobs(number)
+    if begin:
+        torch.manual_seed(number)
+        model.add_head(task, 3)
+        method.begin_task(task, optimizer, **(told or {}))
+    for step in range(steps):
+        x, y = data[step % len(data)]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, task), y).backward()
+        optimizer.step()
+        if after_step:
+            after_step(step + 1)
+        if epoch and (step + 1) % epoch == 0:
+            method.end_epoch()
+    if end:
+        method.end_task(data)
+
+
+def pruned_at(method, optimizer, number, steps, **options):
+    """After which steps a task was pruned, and how many nodes were then gone."""
+    counts = {}
+
+    def note(step):
+        count = int(method.plan.pruner.pruned.sum())
+        if count > max(counts.values(), default=0):
+            counts[step] = count
+
+    train(method, optimizer, number, steps, after_step=note, **options)
+    return counts
+
+
+# What a task keeps ----------------------------------------------------------------------------------------------------
+
+
+@quiet
+@pytest.mark.parametrize("network", ["mlp", "cnn", "residual"])
+@pytest.mark.parametrize("budget", [0.25, 0.5, 4])
+def test_a_task_keeps_at_most_its_budget_of_each_layers_free_nodes(network, budget):
+    torch.manual_seed(0)
+    model = MultiHead(NETWORKS[network].make())
+    method = AGSCL(model, torch.zeros(2, 1, 8, 8), budget=budget)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    for number in range(3):
+        allowed = [
+            (in_layer, budgets.count_kept(int((in_layer & method.free).sum()), budget, number))
+            for in_layer in method.graph.groups_by_layer()
+        ]
+        model.add_head(f"t{number}", 2)
+        method.begin_task(f"t{number}", optimizer, epochs=5, steps_per_epoch=4)
+        draw = torch.Generator().manual_seed(number)
+        data = [(torch.randn(8, 1, 8, 8, generator=draw), torch.arange(8) % 2) for _ in range(4)]
+        for _ in range(5):
+            for x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x, f"t{number}"), y).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(data)
+        new = method.knowledge.first_task == number
+        assert all(int((in_layer & new).sum()) <= kept for in_layer, kept in allowed)
+        assert int(new.sum()) > 0
+
+
+@given(free=st.integers(0, 500), share=st.floats(0.001, 1), learned=st.integers(0, 20))
+def test_a_share_gives_every_task_a_node_while_one_is_free(free, share, learned):
+    kept = budgets.count_kept(free, share, learned)
+    assert (1 if free else 0) <= kept <= free
+    assert kept - 1 < free * share + 1e-6
+
+
+@given(nodes=st.integers(1, 500), tasks=st.integers(1, 60))
+def test_a_number_of_tasks_shares_the_nodes_evenly_among_them(nodes, tasks):
+    free, kept = nodes, []
+    for learned in range(tasks):
+        kept.append(budgets.count_kept(free, tasks, learned))
+        free -= kept[-1]
+    assert free == 0
+    assert max(kept) - min(kept) <= 1
+    assert budgets.count_tasks_left(nodes, tasks, 0) == min(nodes, tasks)
+
+
+@quiet
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adamw"])
+def test_pruned_nodes_are_exactly_zero_after_every_step_until_the_task_ends(optimizer):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = AGSCL(model, EXAMPLE), OPTIMIZERS[optimizer](model.parameters())
+    seen = []
+
+    def check(step):
+        pruned = method.plan.pruner.pruned
+        for layer in method.graph.layers.values():
+            gone = pruned[layer.groups]
+            assert not layer.module.weight[gone].any()
+            assert not layer.module.bias[gone].any()
+        seen.append(int(pruned.sum()))
+
+    for number in range(2):
+        train(method, optimizer, number, 32, told={"epochs": 8, "steps_per_epoch": 4}, epoch=4, after_step=check)
+    assert len(set(seen)) > 4
+    assert not any((p == 0).all(1).any() for name, p in model.trunk.named_parameters() if p.dim() > 1)  # fresh again
+
+
+@quiet
+def test_the_nodes_with_the_lowest_scores_go_first():
+    method, optimizer = build()
+    train(method, optimizer, 0, 4, told={"epochs": 20, "steps_per_epoch": 4}, epoch=4, end=False)
+    before = budgets.score_groups(method.graph, method.model.heads["t0"])
+    method.plan.pruner.prune_(0.5)
+    pruned = method.plan.pruner.pruned
+    for layer in method.graph.layers.values():
+        own = pruned[layer.groups]
+        assert own.sum() == 12  # half of the 24 that must go
+        assert before[layer.groups][own].max() <= before[layer.groups][~own].min()
+
+
+def test_a_score_is_the_norm_of_incoming_times_outgoing_weights_and_leaves_old_heads_out():
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), features=4)
+    old, head = model.add_head("old", 2), model.add_head("new", 5)
+    method = AGSCL(model, torch.zeros(1, 3))
+    method.graph.trace_head("old", ["old", "new"])
+    method.graph.trace_head("new", ["old", "new"])
+    layer = model.trunk[0]
+    expected = torch.cat([layer.weight, layer.bias[:, None]], 1).norm(dim=1) * head.weight.norm(dim=0)
+    assert torch.allclose(budgets.score_groups(method.graph, head).float(), expected, rtol=1e-5)
+    assert old is not head
+
+
+def test_behind_batchnorm_its_scale_and_shift_count_and_the_scale_of_weights_does_not():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
+    model = MultiHead(trunk, features=4)
+    head = model.add_head("t", 2)
+    nn.init.normal_(trunk[1].weight)
+    method = AGSCL(model, torch.zeros(2, 3))
+    scores = budgets.score_groups(method.graph, head)
+    with torch.no_grad():
+        trunk[0].weight[1] *= 100
+    assert torch.equal(budgets.score_groups(method.graph, head), scores)
+    assert torch.allclose(scores.float(), trunk[1].weight.abs() * head.weight.norm(dim=0), rtol=1e-5)
+
+
+# Old tasks ------------------------------------------------------------------------------------------------------------
+
+
+@quiet
+@pytest.mark.parametrize("told", [{}, {"epochs": 6}, {"epochs": 6, "steps_per_epoch": 4}], ids=str)
+def test_without_any_setting_old_outputs_keep_their_bits_after_every_step(told):
+    method, optimizer = build()
+    probe, kept = torch.randn(8, 16), {}
+
+    def check(step):
+        for task, output in kept.items():
+            assert torch.equal(method.model(probe, task), output)
+
+    for number in range(3):
+        train(method, optimizer, number, 24, told=told, epoch=4, after_step=check)
+        with torch.no_grad():
+            kept[f"t{number}"] = method.model(probe, f"t{number}")
+    assert "guaranteed for good" in str(method.certificate())
+
+
+@quiet
+@pytest.mark.parametrize("name", [name for name in zoo.SUPPORTED if name != "alexnet"])
+def test_two_tasks_without_settings_keep_old_bits_on_every_network(name):
+    torch.manual_seed(0)
+    entry = zoo.SUPPORTED[name]
+    model = MultiHead(entry.trunk())
+    method = AGSCL(model, entry.example())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    probe, outputs = entry.example(seed=1), []
+    for number in range(2):
+        task, data = f"t{number}", [(entry.example(seed=10 + step), torch.arange(4) % 2) for step in range(3)]
+        model.add_head(task, 2)
+        method.begin_task(task, optimizer, epochs=2, steps_per_epoch=3)
+        model.train()
+        for _ in range(2):
+            for x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x, task), y).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(data)
+        model.eval()
+        with torch.no_grad():
+            outputs.append(model(probe, "t0"))
+    assert torch.equal(*outputs)
+
+
+# When a task is pruned ------------------------------------------------------------------------------------------------
+
+
+@quiet
+def test_a_long_task_is_pruned_at_the_ends_of_a_few_epochs():
+    method, optimizer = build()
+    counts = pruned_at(method, optimizer, 0, 60, told={"epochs": 15, "steps_per_epoch": 4}, epoch=4)
+    assert list(counts) == [13, 21, 29]  # seen after the first step of the next epoch: epochs 3, 5 and 7
+    assert list(counts.values()) == [2 * round(24 * share) for share in (1 - 27 / 64, 7 / 8, 63 / 64)]
+
+
+@quiet
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_a_short_task_is_pruned_between_steps(epochs):
+    method, optimizer = build()
+    told = {"epochs": epochs, "steps_per_epoch": 60 // epochs}
+    counts = pruned_at(method, optimizer, 0, 60, told=told, epoch=60 // epochs)
+    assert counts == {12: 28, 20: 42, 28: 48}  # at a fourth point nothing is left to prune in layers this narrow
+
+
+@quiet
+def test_steps_of_an_epoch_that_were_not_told_are_counted_in_the_first_one():
+    method, optimizer = build()
+    counts = pruned_at(method, optimizer, 0, 60, told={"epochs": 3}, epoch=20)
+    assert list(counts) == [21, 28]  # at the end of the first epoch, then between steps
+
+
+@quiet
+def test_a_task_of_unknown_length_is_pruned_whenever_it_has_become_twice_as_long():
+    method, optimizer = build()
+    counts = pruned_at(method, optimizer, 0, 300)
+    assert counts == {32: 24, 64: 36, 128: 42, 256: 44}
+    assert int(method.free.sum()) >= 48
+
+
+@quiet
+def test_a_later_task_of_unknown_length_is_taken_to_be_as_long_as_the_last_one():
+    method, optimizer = build()
+    train(method, optimizer, 0, 100)
+    assert list(pruned_at(method, optimizer, 1, 100)) == [20, 34, 47]
+
+
+def test_nodes_pruned_at_the_very_end_are_warned_about_with_what_to_tell():
+    method, optimizer = build()
+    with pytest.warns(SelfCheckWarning, match=r"48 nodes were pruned at the very end .* Give begin_task\(…, epochs="):
+        train(method, optimizer, 0, 8)
+    method, optimizer = build()
+    with pytest.warns(SelfCheckWarning, match=r"0 of 30 epochs were told by end_epoch\(\)"):
+        train(method, optimizer, 0, 40, told={"epochs": 30})
+
+
+@pytest.mark.parametrize("told", [{"epochs": 20, "steps_per_epoch": 4}, {"epochs": 2, "steps_per_epoch": 40}], ids=str)
+def test_a_task_whose_length_was_told_gives_no_warning(told):
+    method, optimizer = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            train(method, optimizer, number, 80, told=told, epoch=told["steps_per_epoch"])
+
+
+@quiet
+@pytest.mark.parametrize("told", [{}, {"epochs": 4}, {"epochs": 4, "steps_per_epoch": 10}], ids=str)
+@pytest.mark.parametrize("stop", [7, 11, 33])
+def test_a_task_resumed_between_prunings_ends_with_the_same_bits(told, stop):
+    def run(stop):
+        method, optimizer = build()
+        train(method, optimizer, 0, 40, told=told, epoch=10)
+        train(method, optimizer, 1, stop or 40, told=told, epoch=10, end=False)
+        if stop:
+            saved = copy.deepcopy((method.model.state_dict(), optimizer.state_dict(), method.state_dict()))
+            method.close()
+            method, _ = build()
+            for number in range(2):
+                method.model.add_head(f"t{number}", 3)
+            method.model.load_state_dict(saved[0])
+            optimizer = adam(method.model)
+            method.load_state_dict(saved[2], optimizer)
+            optimizer.load_state_dict(saved[1])
+            data, step = blobs(1), stop
+            for step in range(stop, 40):
+                x, y = data[step % len(data)]
+                optimizer.zero_grad()
+                F.cross_entropy(method.model(x, "t1"), y).backward()
+                optimizer.step()
+                if (step + 1) % 10 == 0:
+                    method.end_epoch()
+        method.end_task(blobs(1))
+        return bits(method.model)
+
+    assert same(run(None), run(stop))
+
+
+@quiet
+def test_weights_from_before_a_pruning_that_a_loop_restores_are_pruned_again_when_the_task_ends():
+    method, optimizer = build()
+    kept = {}
+
+    def keep(step):
+        if step == 4:
+            kept.update(bits(method.model))
+
+    train(method, optimizer, 0, 40, told={"epochs": 10, "steps_per_epoch": 4}, epoch=4, after_step=keep, end=False)
+    method.model.load_state_dict(kept)
+    method.end_task(blobs(0))
+    assert int((~method.free).sum()) <= 16
+
+
+@quiet
+def test_a_budget_works_beside_another_method():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = Together(AGSCL(model, EXAMPLE), EWC(model, lam=1.0)), adam(model)
+    versions = []
+    model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, epochs=10, steps_per_epoch=4)
+    for _ in range(10):
+        for x, y in blobs(0):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, "t0"), y).backward()
+            optimizer.step()
+        method.end_epoch()
+        versions.append(method.plan_version)
+    method.end_task(blobs(0))
+    assert versions == [0, 1, 1, 2, 3, 4, 4, 4, 4, 4]
+
+
+# Forms and settings ---------------------------------------------------------------------------------------------------
+
+
+@quiet
+def test_the_papers_form_of_agscl_has_the_bits_of_paper_agscl():
+    def run(kind, **settings):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(), features=32)
+        method, optimizer = kind(model, EXAMPLE, mu=20, lam=1000, rho=0.3, **settings), adam(model)
+        for number in range(3):
+            learn(method, optimizer, number)
+        return bits(model)
+
+    assert same(run(AGSCL, **AGSCL.paper), run(PaperAGSCL, **PaperAGSCL.paper))
+
+
+@pytest.mark.parametrize("budget", [0, 0.0, -0.5, 1.5, -3, True, math.nan, math.inf, "half"])
+def test_a_budget_that_is_no_share_and_no_number_of_tasks_is_refused(budget):
+    with pytest.raises(ValueError, match="a share above 0 and at most 1, or the number of tasks"):
+        AGSCL(MultiHead(mlp()), EXAMPLE, budget=budget)
+
+
+@pytest.mark.parametrize(("budget", "least"), [(0.001, "at least 0.0313"), (100, "at most 32")])
+def test_a_budget_too_small_for_a_node_is_refused_with_one_that_works(budget, least):
+    with pytest.raises(ValueError, match=f"leaves a task less than one node.*{least}"):
+        AGSCL(MultiHead(mlp()), EXAMPLE, budget=budget)
+    AGSCL(MultiHead(mlp()), EXAMPLE, budget=type(budget)(least.split()[-1]))
+
+
+def test_without_proximal_steps_a_finite_lam_and_no_budget_are_needed():
+    with pytest.raises(ValueError, match="budget=None and a finite lam"):
+        AGSCL(MultiHead(mlp()), EXAMPLE, prox=False)
+    AGSCL(MultiHead(mlp()), EXAMPLE, prox=False, budget=None, lam=400.0)
+
+
+# Capacity -------------------------------------------------------------------------------------------------------------
+
+
+@quiet
+def test_capacity_says_per_layer_what_each_task_has_taken_and_how_many_more_fit():
+    method, optimizer = build()
+    assert method.capacity().tasks_left == budgets.count_tasks_left(32, 0.25, 0)
+    for number in range(2):
+        train(method, optimizer, number, 40, told={"epochs": 10, "steps_per_epoch": 4}, epoch=4)
+    capacity = method.capacity()
+    assert [layer.layer for layer in capacity.layers] == ["trunk.0", "trunk.2"]
+    for layer, in_layer in zip(capacity.layers, method.graph.groups_by_layer(), strict=True):
+        own = method.knowledge.first_task[in_layer]
+        assert layer.taken == {"t0": int((own == 0).sum()), "t1": int((own == 1).sum())}
+        assert layer.free == int((own == NEVER).sum()) == layer.nodes - sum(layer.taken.values())
+        assert layer.tasks_left == budgets.count_tasks_left(layer.free, 0.25, 2)
+    assert f"{capacity.tasks_left} more tasks will find free nodes in every layer (budget 0.25)" in str(capacity)
+    assert max(map(len, str(capacity).splitlines())) <= 80
+    assert method.statistics()["capacity"] == capacity.as_dict()
+
+
+def test_a_network_that_is_nearly_full_is_warned_about_before_it_is():
+    method, optimizer = build(budget=2)
+    with pytest.warns(SelfCheckWarning, match="One more task will find a free node in trunk.0.*after task 't0'"):
+        train(method, optimizer, 0, 40, told={"epochs": 10, "steps_per_epoch": 4}, epoch=4)
+
+
+@quiet
+def test_a_network_without_free_nodes_learns_further_tasks_with_its_frozen_ones():
+    method, optimizer = build(budget=1)
+    outputs = {}
+    for number in range(3):
+        train(method, optimizer, number, 40, told={"epochs": 10, "steps_per_epoch": 4}, epoch=4)
+        outputs[number] = method.model(EXAMPLE, "t0")
+    assert torch.equal(outputs[0], outputs[2])
+
+
+# What the paper's form warns about ------------------------------------------------------------------------------------
+
+
+def test_a_mu_that_shrinks_nearly_all_nodes_to_zero_is_warned_about():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method = PaperAGSCL(model, EXAMPLE, mu=60, lam=math.inf)
+    with pytest.warns(SelfCheckWarning, match="Fewer than one node in ten fires in .* Use a smaller mu"):
+        learn(method, adam(model), 0)
+
+
+def test_important_nodes_of_which_none_is_held_are_warned_about():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = PaperAGSCL(model, EXAMPLE, mu=8, lam=1e-6), adam(model)
+    learn(method, optimizer, 0)
+    with pytest.warns(SelfCheckWarning, match=r"None of the \d+ important nodes kept its weights in task 't1'"):
+        learn(method, optimizer, 1)
+
+
+def test_a_mu_too_small_to_free_a_node_is_answered_with_the_form_that_needs_none():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method = PaperAGSCL(model, EXAMPLE, mu=0.01)
+    with pytest.warns(SelfCheckWarning, match=r"too small to free a node.*A budget needs no tuning"):
+        learn(method, adam(model), 0)
