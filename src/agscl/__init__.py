@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agscl.methods.rwalk import RWalk
     from agscl.methods.si import SI
     from agscl.methods.together import Together
+    from agscl.methods.wsn import WSN
 
 __all__ = [
     "AGSCL",
@@ -32,6 +33,7 @@ __all__ = [
     "L2",
     "MAS",
     "SI",
+    "WSN",
     "Certificate",
     "FineTune",
     "Frozen",
@@ -63,6 +65,7 @@ _MODULES = {
     "RWalk": "agscl.methods.rwalk",
     "SI": "agscl.methods.si",
     "Together": "agscl.methods.together",
+    "WSN": "agscl.methods.wsn",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import EWC, HAT, LwF, MultiHead, PackNet, PaperAGSCL
+from agscl import EWC, HAT, WSN, LwF, MultiHead, PackNet, PaperAGSCL
 from loops import adam, blobs, learn, make, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -99,7 +99,7 @@ def test_a_float64_model_has_importances_and_targets_in_float64():
     assert torch.equal(term, expected)
 
 
-@pytest.mark.parametrize("cls", [LwF, PackNet])
+@pytest.mark.parametrize("cls", [LwF, PackNet, WSN])
 def test_a_task_whose_weights_are_not_finite_is_not_ended(cls):
     model = MultiHead(mlp(), features=32)
     method, optimizer = make(cls, model), adam(model)

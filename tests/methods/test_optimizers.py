@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import EWC, HAT, SI, FineTune, LwF, MultiHead, PackNet, PaperAGSCL, RWalk
+from agscl import EWC, HAT, SI, WSN, FineTune, LwF, MultiHead, PackNet, PaperAGSCL, RWalk
 from agscl.graph.nodes import NodeGraph
 from agscl.methods._parts.hooks import StepHooks
 from loops import adam, bits, blobs, learn, make, mlp, same
@@ -20,7 +20,7 @@ from loops import adam, bits, blobs, learn, make, mlp, same
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
 EXAMPLE = torch.zeros(2, 16)
-ALL = [PaperAGSCL, EWC, SI, RWalk, HAT, PackNet, LwF, FineTune]
+ALL = [PaperAGSCL, EWC, SI, RWalk, HAT, PackNet, WSN, LwF, FineTune]
 
 
 def build(seed=0):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import agscl
-from agscl import EWC, GPM, HAT, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
+from agscl import EWC, GPM, HAT, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods.gpm import extend_basis, extract_inputs, project
@@ -32,7 +32,7 @@ from agscl.training import Trainer, TrainingConfig, derive_seed
 from loops import bits, blobs, leave_process_group, make, mlp, same
 from zoo import SUPPORTED
 
-ALL = [HAT, PackNet, LwF, GPM, Frozen]
+ALL = [HAT, PackNet, WSN, LwF, GPM, Frozen]
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
@@ -305,7 +305,7 @@ def test_a_model_with_heads_of_its_own_in_a_users_own_loop(cls):
             if number == 0:
                 before = logits(model, x, "t0")
                 model.train()
-        if cls in (HAT, PackNet, Frozen):
+        if cls in (HAT, PackNet, WSN, Frozen):
             assert torch.equal(before, logits(model, x, "t0"))
         assert same(untouched, model.outputs[2].state_dict())
 
@@ -321,7 +321,7 @@ def _rank(rank, port, folder):
             model.add_head(task, 3)
         parallel = DistributedDataParallel(model, find_unused_parameters=True)
         optimizer = OPTIMIZERS["adam"](model.parameters())
-        method = make(cls, parallel, **({"seed": rank} if cls in (HAT, GPM) else {}))
+        method = make(cls, parallel, **({"seed": rank} if cls in (HAT, GPM, WSN) else {}))
         for number in range(2):
             task, mine = f"t{number}", blobs(number)[rank::2]  # other data on each rank
             method.begin_task(task, optimizer, epochs=4, steps_per_epoch=2)
@@ -333,7 +333,7 @@ def _rank(rank, port, folder):
                     optimizer.step()
                 method.end_epoch()
             method.end_task(mine)
-        held = {HAT: "embeddings", GPM: "bases", PackNet: "owner"}.get(cls)
+        held = {HAT: "embeddings", GPM: "bases", PackNet: "owner", WSN: "masks"}.get(cls)
         torch.save(
             [model.state_dict(), getattr(method.knowledge, held) if held else {}], f"{folder}/{cls.__name__}-{rank}.pt"
         )
@@ -356,7 +356,7 @@ def test_what_memory_reports_is_what_is_held(cls):
     method, _, optimizer = fresh(cls)
     learn(method, optimizer, 0)
     learn(method, optimizer, 1)
-    names = {HAT: ("embeddings", "used"), PackNet: ("owner",), GPM: ("bases",)}.get(cls, ())
+    names = {HAT: ("embeddings", "used"), PackNet: ("owner",), WSN: ("masks", "scores"), GPM: ("bases",)}.get(cls, ())
     values = [getattr(method.knowledge, name) for name in names]
     tensors = [t for v in values for t in (v.values() if isinstance(v, dict) else [v])]
     assert method.memory()["bytes"] == sum(t.numel() * t.element_size() for t in tensors)
@@ -378,6 +378,8 @@ def test_an_ordinary_run_warns_of_nothing(cls):
         (HAT, {"mask": "no"}),
         (PackNet, {"share": 1}),
         (PackNet, {"prune_at": 0}),
+        (WSN, {"c": 0}),
+        (WSN, {"c": 1}),
         (LwF, {"temperature": 0}),
         (LwF, {"weight": -1}),
         (GPM, {"threshold": 0}),
@@ -390,7 +392,7 @@ def test_settings_out_of_range_are_refused_by_name(cls, wrong):
 
 
 @pytest.mark.parametrize("name", ["vgg", "resnet", "separable", "densenet"])
-@pytest.mark.parametrize("cls", [HAT, PackNet, Frozen])
+@pytest.mark.parametrize("cls", [HAT, PackNet, WSN, Frozen])
 def test_old_logits_keep_their_bits_through_batch_norm_residuals_and_depthwise_filters(cls, name):
     entry = SUPPORTED[name]
     torch.manual_seed(0)
@@ -430,7 +432,7 @@ def interrupted(model, x, task):
 
 @pytest.mark.parametrize(
     ("cls", "settings"),
-    [*((cls, {}) for cls in (HAT, PackNet, LwF, GPM, Frozen, PaperAGSCL, EWC)), (EWC, {"batchnorm": "per_task"})],
+    [*((cls, {}) for cls in (HAT, PackNet, WSN, LwF, GPM, Frozen, PaperAGSCL, EWC)), (EWC, {"batchnorm": "per_task"})],
 )
 @pytest.mark.parametrize("when", ["between tasks", "within a task"])
 def test_a_forward_pass_stopped_by_ctrl_c_does_no_harm(cls, settings, when):

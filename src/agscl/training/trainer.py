@@ -25,7 +25,7 @@ from agscl.system.tf32 import tf32_for
 from agscl.tasks import Task, TaskSequence
 from agscl.training.config import TrainingConfig
 from agscl.training.engine import Engine, make_engine
-from agscl.training.optimizers import load_optimizer_state_dict, optimizer_state_dict
+from agscl.training.optimizers import load_optimizer_state_dict, name_parameters, optimizer_state_dict
 from agscl.training.seeds import derive_seed
 
 Event = dict[str, Any]
@@ -255,11 +255,11 @@ class Trainer:
     def trained_tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes: the model's state, and what the method added to the optimizer."""
         assert self.optimizer is not None
-        in_model = {id(parameter) for parameter in self.model.parameters()}
-        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in in_model]
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
-        return trained | {f"method/{index}": p.detach() for index, p in enumerate(added)}
+        in_model = dict(self.model.named_parameters())
+        parameters = name_parameters(self.optimizer, self.model).items()
+        return trained | {name: parameter.detach() for name, parameter in parameters if name not in in_model}
 
     def note_plan_version(self) -> bool:
         """Whether the method has changed what a step does (pruned, say) since this was last asked."""
