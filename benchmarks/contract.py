@@ -50,6 +50,7 @@ GRIDS: dict[str, list[dict[str, Any]]] = {  # from weak to strong
     "MAS": [{"lam": lam} for lam in powers(-2, 2, 1.0, 3.0)],
     "HAT": [{"c": c} for c in (0.1, 0.75, 2.5)],
     "PackNet": [{"share": share} for share in (0.6, 0.75, 0.85)],
+    "WSN": [{"c": c} for c in (0.5, 0.3, 0.1)],
     "LwF": [{"weight": weight} for weight in (1.0, 3.0, 10.0)],
     "L2": [{"lam": lam} for lam in powers(-2, 1, 1.0, 1.7, 3.0, 5.5)],
     "GPM": [{"threshold": threshold} for threshold in (0.95, 0.97, 0.99)],

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from settings import IDLE, METHODS, settings_of
 
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.testing import CHECKS, ContractBroken, check_method
@@ -97,6 +97,11 @@ class Blind(PackNet):
         return []
 
 
+class Unmasked(WSN):
+    def run_masked(self, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+
 class Loose(Frozen):
     def is_frozen(self, name: str) -> bool:
         return False
@@ -112,6 +117,8 @@ MUTANTS = {
     "AGS-CL without zeros where free nodes feed important ones": Leaky,
     "PackNet without its masks": without_phases(PackNet, "restore_fixed"),
     "PackNet without its views": Blind,
+    "WSN without its masks": Unmasked,
+    "WSN whose used weights are trained on": without_phases(WSN, "restore_fixed", "add_penalty"),
     "HAT without its masks": without_phases(HAT, "restore", "add_penalty"),
     "HAT without its gates": without(HAT, "_current_gates"),
     "LwF without its loss": Silent,
@@ -120,7 +127,7 @@ MUTANTS = {
 }
 
 
-LEAST = {"PackNet": 0.9, "HAT": 0.9, "Frozen": 0.9}
+LEAST = {"PackNet": 0.9, "WSN": 0.9, "HAT": 0.9, "Frozen": 0.9}
 """What the ones that forget nothing must save. Half of that is saved by weights taken away or gates alone."""
 
 

@@ -10,7 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import EWC, GPM, HAT, L2, MAS, SI, FineTune, Frozen, LwF, MultiHead, NodeGraph, PackNet, PaperAGSCL, RWalk
+from agscl import (
+    EWC,
+    GPM,
+    HAT,
+    L2,
+    MAS,
+    SI,
+    WSN,
+    FineTune,
+    Frozen,
+    LwF,
+    MultiHead,
+    NodeGraph,
+    PackNet,
+    PaperAGSCL,
+    RWalk,
+)
 from agscl.fast import fused_layers
 from agscl.fast.engine import GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fused_layers import FusedTrunk, compile_chain
@@ -242,6 +258,7 @@ KINDS = {
     "L2": lambda m: L2(m, lam=0.1),
     "HAT": lambda m: HAT(m, torch.zeros(2, 16).cuda(), c=0.5),
     "PackNet": lambda m: PackNet(m, share=0.5),
+    "WSN": WSN,
     "GPM": lambda m: GPM(m, threshold=0.95),
     "LwF": LwF,
     "Frozen": Frozen,

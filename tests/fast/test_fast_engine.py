@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agscl import EWC, HAT, SI, PackNet, Together
+from agscl import EWC, HAT, SI, WSN, PackNet, Together
 from agscl.experiments.methods import METHODS
 from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.cuda_graphs import GraphRunner
@@ -342,7 +342,7 @@ class RecordingRunner(GraphRunner):
         self.graphs.clear()
 
 
-@pytest.mark.parametrize("method", [FineTune, PaperAGSCL, PackNet])
+@pytest.mark.parametrize("method", [FineTune, PaperAGSCL, PackNet, WSN])
 def test_work_is_warmed_up_captured_and_replayed_in_each_task_and_trains_as_without_graphs(method):
     def engine(trainer):
         made = GraphEngine(trainer)
