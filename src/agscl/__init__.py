@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agscl.graph.nodes import NodeGraph
     from agscl.heads import MultiHead
     from agscl.methods.agscl import AGSCL
+    from agscl.methods.cpr import cpr_loss
     from agscl.methods.ewc import EWC
     from agscl.methods.finetune import FineTune
     from agscl.methods.frozen import Frozen
@@ -44,6 +45,7 @@ __all__ = [
     "PaperAGSCL",
     "RWalk",
     "Together",
+    "cpr_loss",
 ]
 __version__ = "0.1.0"
 
@@ -52,6 +54,7 @@ _MODULES = {
     "NodeGraph": "agscl.graph.nodes",
     "MultiHead": "agscl.heads",
     "AGSCL": "agscl.methods.agscl",
+    "cpr_loss": "agscl.methods.cpr",
     "EWC": "agscl.methods.ewc",
     "FineTune": "agscl.methods.finetune",
     "Frozen": "agscl.methods.frozen",

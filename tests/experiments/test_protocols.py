@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import FineTune, MultiHead, tasks
+from agscl import FineTune, MultiHead, cpr_loss, tasks
 from agscl.experiments.build import build_trainer
 from agscl.experiments.config import configure
 from agscl.experiments.methods import METHODS
@@ -61,18 +61,18 @@ def test_joint_trains_each_task_on_the_data_of_all_tasks_so_far():
     assert steps == [-(-sum(sizes[: count + 1]) // 64) for count in range(3)]
 
 
-def test_joints_loss_is_the_mean_over_all_examples_each_with_its_own_head():
-    joint = trainer("joint", epochs=1)
+@pytest.mark.parametrize("cpr", [0.0, 0.3])
+def test_joints_loss_is_the_mean_over_all_examples_each_with_its_own_head(cpr):
+    joint = trainer("joint", epochs=1, cpr=cpr)
     while joint.task_index < 2 or joint.step < 1:
         joint.advance()
     rows = torch.arange(0, joint.examples, 7)
     x = torch.cat([task.train_x for task in DIGITS])[rows]
     y = torch.cat([task.train_y for task in DIGITS])[rows]
     names = [task.name for task in DIGITS for _ in task.train_y]
-    losses = [
-        F.cross_entropy(joint.model(x[place : place + 1], names[row]), y[place : place + 1])
-        for place, row in enumerate(rows.tolist())
-    ]
+    outputs = [joint.model(x[place : place + 1], names[row]) for place, row in enumerate(rows.tolist())]
+    losses = [F.cross_entropy(output, y[place : place + 1]) for place, output in enumerate(outputs)]
+    losses = [loss + cpr_loss(output, cpr) for loss, output in zip(losses, outputs, strict=True)]
     torch.testing.assert_close(joint.training_loss(rows), torch.stack(losses).mean())
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl.heads import MultiHead
+from agscl.methods.cpr import cpr_loss
 from agscl.training import Trainer
 
 __all__ = ["Joint", "Separate", "all_heads"]
@@ -47,6 +48,8 @@ class Joint(Trainer):
         for index, (_, y) in batches.items():
             output = self.model.heads[self.tasks[index].name](features[masks[index]])
             total = total + F.cross_entropy(output, y, reduction="sum")
+            if self.config.cpr:
+                total = total + len(y) * cpr_loss(output, self.config.cpr)
         return total / len(rows)
 
     def validation_loss(self) -> Tensor:

@@ -23,6 +23,8 @@ class TrainingConfig:
     """Momentum, for sgd only."""
     weight_decay: float = 0.0
     """The optimizer's weight decay."""
+    cpr: float = 0.0
+    """CPR's β, for any method, fine-tuning too: the loss is lowered by β times the entropy of the outputs; 0: off."""
     patience: int | None = 5
     """Epochs without a better validation loss before the rate drops; none keeps the rate constant."""
     drop_at: int | None = None
@@ -53,6 +55,8 @@ class TrainingConfig:
             raise ValueError(f"momentum is for sgd alone, {self.optimizer} has its own: leave it out, or set it to 0")
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
+        if not 0 <= self.cpr < math.inf:
+            raise ValueError(f"cpr must be at least 0 and finite, not {self.cpr}")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1, or none for a constant rate, not {self.patience}")
         if self.drop_at is not None and self.drop_at < 1:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from agscl.heads import MultiHead, check_task_name
 from agscl.methods._parts.lifecycle import Method
+from agscl.methods.cpr import cpr_loss
 from agscl.system.tf32 import tf32_for
 from agscl.tasks import Task, TaskSequence
 from agscl.training.config import TrainingConfig
@@ -153,11 +154,13 @@ class Trainer:
             ) from error
 
     def batch_loss(self, x: Tensor, y: Tensor, task: str) -> Tensor:
-        """The mean cross-entropy of a batch, and what the method adds to it."""
+        """The mean cross-entropy of a batch, with CPR's term if configured, and what the method adds to it."""
         x = self.to_memory_format(x)
         with self.autocast():
             output = self.model(x, task)
             loss = F.cross_entropy(output.float(), y)
+            if self.config.cpr:
+                loss = loss + cpr_loss(output, self.config.cpr)
             adds_nothing = type(self.method).loss is Method.loss  # saves two kernels that would add 0
             return loss if adds_nothing else loss + self.method.loss(x, output)
 
