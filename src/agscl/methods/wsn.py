@@ -76,12 +76,12 @@ class WSNPlan(FrozenPartsPlan):
         super().attach()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         group_of = {id(p): group for group in groups for p in group["params"]}
-        averages = self.method.averaged_by_ddp is not None and dist.is_available() and dist.is_initialized()
+        is_parallel = dist.is_available() and dist.is_initialized()
         for name, weight in self.method.masked_parameters().items():
             scores = nn.Parameter(self.method.knowledge.scores[name])
             self.scores[name] = scores
             self._add_to_group(group_of.get(id(weight), groups[0]), scores, f"agscl.scores.{name}")
-            if averages:
+            if is_parallel:
                 dist.broadcast(scores.detach(), 0)  # all ranks begin alike
                 self._averaged.append(scores)
 
@@ -408,4 +408,5 @@ def unpack_masks(bits: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tenso
     entries = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
     sizes = [weight.numel() for weight in weights.values()]
     parts = entries.flatten()[: sum(sizes)].bool().split(sizes)
-    return {name: part.view(weight.shape) for part, (name, weight) in zip(parts, weights.items(), strict=True)}
+    pairs = zip(parts, weights.items(), strict=True)
+    return {name: part.view(weight.shape).to(weight.device) for part, (name, weight) in pairs}
