@@ -39,7 +39,7 @@ class WSNConfig(Settings):
     """Settings of WSN."""
 
     c: float = 0.5
-    """Share of each layer's weights that a task uses; its paper tries 0.03 to 0.7."""
+    """Share of each layer's weights that a task uses."""
     seed: int = 0
     """Seed of the scores' first values."""
 
@@ -149,8 +149,7 @@ class WSN(FrozenPartsMethod):
 
     **What is masked**: every weight of two or more dimensions outside the heads. All else (biases, BatchNorm) is
     trained by the first task and keeps its bits afterwards. Of a layer's n weights a task uses the round(c·n) whose
-    scores are largest in magnitude (the paper writes: largest; its figures come from the authors' code, which compares
-    magnitudes).
+    scores are largest in magnitude, as in the authors' code.
 
     **Scores** are first drawn as torch draws a layer's weights, and go on from task to task. The gradient of a score's
     magnitude is that of the masked weight times the weight (straight-through). They join the group of the optimizer
