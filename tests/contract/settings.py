@@ -11,7 +11,10 @@ from agscl.methods._parts.lifecycle import Method
 
 METHODS: dict[str, type[Method]] = {
     name: getattr(agscl, name)
-    for name in ("AGSCL", "PaperAGSCL", "EWC", "SI", "RWalk", "MAS", "HAT", "PackNet", "LwF", "L2", "GPM", "Frozen")
+    for name in (
+        *("AGSCL", "PaperAGSCL", "EWC", "SI", "RWalk", "MAS", "HAT"),
+        *("PackNet", "LwF", "L2", "GPM", "TRGP", "SPG", "Frozen"),
+    )
 }
 IDLE: dict[str, dict[str, Any]] = {
     "AGSCL": {"lam": 0.0},

@@ -144,9 +144,8 @@ class GPM(FrozenPartsMethod):
                     "back to the last good weights, or lower the learning rate."
                 )
         for name, inputs in collected.items():
-            old_basis = self.knowledge.bases.get(name)
-            if old_basis is not None or len(self.tasks) == 1:
-                self.knowledge.bases[name] = _broadcast_first_rank(extend_basis(old_basis, inputs, threshold))
+            if name in self.knowledge.bases or len(self.tasks) == 1:
+                self.knowledge.bases[name] = _broadcast_first_rank(self._extend_basis(name, inputs, threshold))
         ranks = {name: _count_directions(basis) for name, basis in self.knowledge.bases.items()}
         capacity = sum(len(basis) * basis.shape[1] for basis in self.knowledge.bases.values())
         full = [name for name, counts in ranks.items() if min(counts) == self.knowledge.bases[name].shape[1]]
@@ -161,6 +160,10 @@ class GPM(FrozenPartsMethod):
                 f"No direction is left for later tasks in {', '.join(full)}. Use a lower threshold (it is "
                 f"{threshold:g}) or wider layers.",
             )
+
+    def _extend_basis(self, name: str, inputs: Tensor, threshold: float) -> Tensor:
+        """The basis of a weight with what the inputs of the task that ends add to it."""
+        return extend_basis(self.knowledge.bases.get(name), inputs, threshold)
 
     def _collect_inputs(self, batches: Iterable[Any], forward: Forward) -> dict[str, Tensor]:
         """Per weight, inputs of its layer on a random sample of the task's data: (groups, columns, inputs)."""
@@ -192,7 +195,7 @@ class GPM(FrozenPartsMethod):
         samples = settings.get("samples", GPMConfig.samples)
         numbers = size = 0
         for layer in outline.layers:
-            directions = min(layer.columns, tasks * _max_inputs_drawn(layer.positions, samples))
+            directions = min(layer.columns, tasks * count_inputs_drawn(layer.positions, samples))
             count = layer.groups * layer.columns * directions
             numbers, size = numbers + count, size + count * layer.bytes_per_number
         return Memory.from_counts(["bases", "bytes"], bases=numbers, bytes=size)
@@ -313,7 +316,7 @@ def _draw_indices(size: int, limit: int, generator: torch.Generator) -> Tensor:
     return torch.arange(size) if size <= limit else torch.randperm(size, generator=generator)[:limit].sort().values
 
 
-def _max_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
+def count_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
     """The most inputs of a layer drawn from one task; a task may have fewer than `samples` examples."""
 
     def inputs_drawn(count: int) -> int:
