@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from agscl import SPG, MultiHead
-from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods.spg import normalise_gradient
 from loops import adam, bits, blobs, learn, mlp, same
 
@@ -185,16 +183,3 @@ def test_resumed_within_a_task_it_ends_with_the_same_bits(mask):
     learn(resumed, optimizer, 1, steps=range(10, 32), begin=False)
     assert same(bits(model), bits(second))
     assert same(whole.knowledge.importances, resumed.knowledge.importances)
-
-
-def test_a_masked_gradient_under_an_optimizer_that_rescales_gradients_is_warned_of():
-    def warned(mask, make_optimizer):
-        method, model = fresh(mask=mask)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            learn(method, make_optimizer(model), 0)
-        return [str(w.message) for w in caught if issubclass(w.category, SelfCheckWarning)]
-
-    (message,) = warned("gradient", adam)
-    assert "mask='update'" in message
-    assert warned("gradient", sgd) == warned("update", adam) == []

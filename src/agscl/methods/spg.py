@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
@@ -32,9 +32,9 @@ BATCH_SIZE = 256  # samples in one backward pass while importances are measured
 class SPGConfig(Settings):
     """Settings of SPG. The paper has none to tune."""
 
-    mask: Literal["update", "gradient"] = "update"
-    """What is multiplied by 1 − importance: the optimizer's change, or the gradient as in the paper. Under SGD without
-    weight decay both are the same. Adam divides the gradient by its own size, so a masked gradient is undone there."""
+    mask: Literal["gradient", "update"] = "gradient"
+    """What is multiplied by 1 − importance: the gradient as in the paper, or the optimizer's change. Under SGD without
+    weight decay both are the same. Adam divides gradients by their running size, which undoes part of the mask."""
 
 
 @dataclass
@@ -79,13 +79,6 @@ class SPGPlan(FrozenPartsPlan):
                 "Every importance is 0, so old tasks are forgotten. Does what end_task's `forward` returns depend on "
                 "the weights?",
             )
-        if self.method.config.mask == "gradient" and not all(isinstance(o, SGD) for o in self.optimizers):
-            name = next(type(o).__name__ for o in self.optimizers if not isinstance(o, SGD))
-            self.method.warn_once(
-                "mask",
-                f"{name} may divide gradients by their own size, which undoes a mask on them. Use mask='update', or "
-                "SGD as in the paper.",
-            )
 
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         if self.method.config.mask == "gradient":
@@ -104,7 +97,7 @@ class SPG(FrozenPartsMethod):
     """Let later tasks change a weight the less, the more important it is to earlier ones.
 
     >>> method = SPG(model)
-    >>> method = SPG(model, mask="gradient")  # the paper's form, for SGD
+    >>> method = SPG(model, mask="update")  # may serve better under Adam or with weight decay
 
     **Importance.** When a task ends, g is the mean gradient of its loss over its data, and the importance of the
     entries of a weight tensor is |tanh((g − mean g) / std g)|, mean and standard deviation over that tensor. The same
@@ -114,9 +107,9 @@ class SPG(FrozenPartsMethod):
 
     **Mask.** From the second task on, a weight takes the share 1 − importance of each step; the head of the task takes
     the mean share of all weights, so that it does not run ahead of them. With mask="gradient" the optimizer sees
-    (1 − importance) · gradient, and all it does besides is not masked: weight decay, decoupled or not, still moves
-    every weight, one with importance 1 too, and momentum left from an earlier task runs out. With mask="update" the
-    whole change is masked, decay and momentum included, and a weight with importance 1 keeps its bits.
+    (1 − importance) · gradient, in its moments too, and all it does besides is not masked: weight decay, decoupled or
+    not, moves every weight, one with importance 1 too, and momentum left from an earlier task runs out. With
+    mask="update" the whole change is masked, decay and momentum included: a weight with importance 1 keeps its bits.
 
     BatchNorm statistics are those of the first task. `end_task` needs batches of `x` or `(x, y)`; a `forward` of your
     own returns the loss, and x is still the batch or its first part.
