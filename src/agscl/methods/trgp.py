@@ -26,7 +26,13 @@ from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.own_steps import compute_step
 from agscl.methods._parts.plan import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
-from agscl.methods.gpm import GPM, GPMConfig, GPMKnowledge, GPMPlan, count_inputs_drawn
+from agscl.methods._parts.subspaces import (
+    SubspaceConfig,
+    SubspaceKnowledge,
+    SubspaceMethod,
+    SubspacePlan,
+    count_inputs_drawn,
+)
 
 __all__ = ["TRGP", "TRGPConfig"]
 
@@ -38,7 +44,7 @@ _pass_tasks: ContextVar[Mapping[int, str | None]] = ContextVar("trgp_pass_tasks"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TRGPConfig(GPMConfig):
+class TRGPConfig(SubspaceConfig):
     """Settings of TRGP; the defaults are those of its paper for CIFAR-100."""
 
     trust: float = 0.5
@@ -55,17 +61,17 @@ class TRGPConfig(GPMConfig):
 
 
 @dataclass
-class TRGPKnowledge(GPMKnowledge):
+class TRGPKnowledge(SubspaceKnowledge):
     """What TRGP keeps from task to task."""
 
-    purposes: ClassVar[Mapping[str, str]] = {**GPMKnowledge.purposes, "used": "masks", "scales": "scales"}
+    purposes: ClassVar[Mapping[str, str]] = {**SubspaceKnowledge.purposes, "used": "masks", "scales": "scales"}
     used: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Per learned task and weight, (groups, directions so far): which directions of the basis are the task's own."""
     scales: dict[str, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
     """Per learned task, weight and related task, (groups, directions, directions): Q of the paper."""
 
 
-class TRGPPlan(GPMPlan):
+class TRGPPlan(SubspacePlan):
     """One task: GPM's projections, and the scales on the subspaces of related tasks, which the plan moves by itself."""
 
     method: TRGP
@@ -186,7 +192,7 @@ class TRGPPlan(GPMPlan):
         return {**super().held_tensors(), "scales": [*scales, *moments], "bases": subspaces}
 
 
-class TRGP(GPM):
+class TRGP(SubspaceMethod):
     """Learn as with GPM, and use what related old tasks learned through scale matrices of the new task's own.
 
     >>> method = TRGP(model, threshold=0.97, trust=0.5, related=2)
