@@ -54,6 +54,8 @@ GRIDS: dict[str, list[dict[str, Any]]] = {  # from weak to strong
     "LwF": [{"weight": weight} for weight in (1.0, 3.0, 10.0)],
     "L2": [{"lam": lam} for lam in powers(-2, 1, 1.0, 1.7, 3.0, 5.5)],
     "GPM": [{"threshold": threshold} for threshold in (0.95, 0.97, 0.99)],
+    "TRGP": [{"threshold": threshold} for threshold in (0.95, 0.97, 0.99)],
+    "SPG": [{"mask": mask} for mask in ("gradient", "update")],
     "Frozen": [{}],
 }
 SGD_MU = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # an SGD step moves a weight far less than Adam's: so must the shrinking

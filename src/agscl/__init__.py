@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from agscl.methods.paper_agscl import PaperAGSCL
     from agscl.methods.rwalk import RWalk
     from agscl.methods.si import SI
+    from agscl.methods.spg import SPG
     from agscl.methods.together import Together
+    from agscl.methods.trgp import TRGP
     from agscl.methods.wsn import WSN
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "L2",
     "MAS",
     "SI",
+    "SPG",
+    "TRGP",
     "WSN",
     "Certificate",
     "FineTune",
@@ -67,6 +71,8 @@ _MODULES = {
     "PaperAGSCL": "agscl.methods.paper_agscl",
     "RWalk": "agscl.methods.rwalk",
     "SI": "agscl.methods.si",
+    "SPG": "agscl.methods.spg",
+    "TRGP": "agscl.methods.trgp",
     "Together": "agscl.methods.together",
     "WSN": "agscl.methods.wsn",
 }

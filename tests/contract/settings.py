@@ -12,19 +12,8 @@ from agscl.methods._parts.lifecycle import Method
 METHODS: dict[str, type[Method]] = {
     name: getattr(agscl, name)
     for name in (
-        "AGSCL",
-        "PaperAGSCL",
-        "EWC",
-        "SI",
-        "RWalk",
-        "MAS",
-        "HAT",
-        "PackNet",
-        "WSN",
-        "LwF",
-        "L2",
-        "GPM",
-        "Frozen",
+        *("AGSCL", "PaperAGSCL", "EWC", "SI", "RWalk", "MAS", "HAT"),
+        *("PackNet", "WSN", "LwF", "L2", "GPM", "TRGP", "SPG", "Frozen"),
     )
 }
 IDLE: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from settings import IDLE, METHODS, settings_of
 
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, SPG, TRGP, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, RWalk
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.testing import CHECKS, ContractBroken, check_method
@@ -102,6 +102,13 @@ class Unmasked(WSN):
         return forward(*args, **kwargs)
 
 
+class OneView(TRGP):
+    """Every task is seen through the scales of the last one."""
+
+    def _find_terms(self, name: str, task: str | None) -> list[Any]:
+        return super()._find_terms(name, self.tasks[-1])
+
+
 class Loose(Frozen):
     def is_frozen(self, name: str) -> bool:
         return False
@@ -123,6 +130,9 @@ MUTANTS = {
     "HAT without its gates": without(HAT, "_current_gates"),
     "LwF without its loss": Silent,
     "GPM without its projection": without_phases(GPM, "add_penalty", "restore"),
+    "TRGP without its projection": without_phases(TRGP, "add_penalty", "restore"),
+    "TRGP without its views": OneView,
+    "SPG without its masks": without_phases(SPG, "add_penalty", "restore"),
     "Frozen that does not freeze": Loose,
 }
 

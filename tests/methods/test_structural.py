@@ -18,13 +18,15 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import agscl
-from agscl import EWC, GPM, HAT, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
+from agscl import EWC, GPM, HAT, SPG, TRGP, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
-from agscl.methods.gpm import extend_basis, extract_inputs, project
+from agscl.methods._parts.subspaces import extract_inputs, project
+from agscl.methods.gpm import extend_basis
 from agscl.networks import NETWORKS
 from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
@@ -32,7 +34,7 @@ from agscl.training import Trainer, TrainingConfig, derive_seed
 from loops import bits, blobs, leave_process_group, make, mlp, same
 from zoo import SUPPORTED
 
-ALL = [HAT, PackNet, WSN, LwF, GPM, Frozen]
+ALL = [HAT, PackNet, WSN, LwF, GPM, TRGP, SPG, Frozen]
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
@@ -321,7 +323,7 @@ def _rank(rank, port, folder):
             model.add_head(task, 3)
         parallel = DistributedDataParallel(model, find_unused_parameters=True)
         optimizer = OPTIMIZERS["adam"](model.parameters())
-        method = make(cls, parallel, **({"seed": rank} if cls in (HAT, GPM, WSN) else {}))
+        method = make(cls, parallel, **({"seed": rank} if cls in (HAT, GPM, TRGP, WSN) else {}))
         for number in range(2):
             task, mine = f"t{number}", blobs(number)[rank::2]  # other data on each rank
             method.begin_task(task, optimizer, epochs=4, steps_per_epoch=2)
@@ -333,7 +335,9 @@ def _rank(rank, port, folder):
                     optimizer.step()
                 method.end_epoch()
             method.end_task(mine)
-        held = {HAT: "embeddings", GPM: "bases", PackNet: "owner", WSN: "masks"}.get(cls)
+        held = {HAT: "embeddings", GPM: "bases", TRGP: "bases", SPG: "importances", PackNet: "owner", WSN: "masks"}.get(
+            cls
+        )
         torch.save(
             [model.state_dict(), getattr(method.knowledge, held) if held else {}], f"{folder}/{cls.__name__}-{rank}.pt"
         )
@@ -356,9 +360,15 @@ def test_what_memory_reports_is_what_is_held(cls):
     method, _, optimizer = fresh(cls)
     learn(method, optimizer, 0)
     learn(method, optimizer, 1)
-    names = {HAT: ("embeddings", "used"), PackNet: ("owner",), WSN: ("masks", "scores"), GPM: ("bases",)}.get(cls, ())
-    values = [getattr(method.knowledge, name) for name in names]
-    tensors = [t for v in values for t in (v.values() if isinstance(v, dict) else [v])]
+    names = {
+        HAT: ("embeddings", "used"),
+        PackNet: ("owner",),
+        WSN: ("masks", "scores"),
+        GPM: ("bases",),
+        TRGP: ("bases", "used", "scales"),
+        SPG: ("importances",),
+    }.get(cls, ())
+    tensors = tree_leaves([getattr(method.knowledge, name) for name in names])
     assert method.memory()["bytes"] == sum(t.numel() * t.element_size() for t in tensors)
     learn(method, optimizer, 2, end=False)
     assert method.memory()["bytes"] > 0 or cls is Frozen
@@ -384,6 +394,9 @@ def test_an_ordinary_run_warns_of_nothing(cls):
         (LwF, {"weight": -1}),
         (GPM, {"threshold": 0}),
         (GPM, {"samples": 0}),
+        (TRGP, {"trust": 1.5}),
+        (TRGP, {"related": -1}),
+        (SPG, {"mask": "weights"}),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(cls, wrong):
@@ -432,7 +445,10 @@ def interrupted(model, x, task):
 
 @pytest.mark.parametrize(
     ("cls", "settings"),
-    [*((cls, {}) for cls in (HAT, PackNet, WSN, LwF, GPM, Frozen, PaperAGSCL, EWC)), (EWC, {"batchnorm": "per_task"})],
+    [
+        *((cls, {}) for cls in (HAT, PackNet, WSN, LwF, GPM, TRGP, SPG, Frozen, PaperAGSCL, EWC)),
+        (EWC, {"batchnorm": "per_task"}),
+    ],
 )
 @pytest.mark.parametrize("when", ["between tasks", "within a task"])
 def test_a_forward_pass_stopped_by_ctrl_c_does_no_harm(cls, settings, when):
@@ -1143,7 +1159,7 @@ def test_gpm_warns_when_a_layer_has_no_direction_left_and_then_keeps_its_bits():
     assert torch.equal(before["trunk.0.weight"], model.trunk[0].weight)
 
 
-@pytest.mark.parametrize("cls", [GPM])
+@pytest.mark.parametrize("cls", [GPM, TRGP, SPG])
 def test_a_task_without_data_cannot_be_ended(cls):
     method, _, optimizer = fresh(cls)
     learn(method, optimizer, 0, end=False)

@@ -1,7 +1,7 @@
 """What methods store between tasks, by their names: forecast for a model, after so many tasks.
 
 A forecast is exact, except for counts that depend on training, where it is an upper bound: AGS-CL stores the anchors of
-important nodes only, and GPM as many directions as the data has.
+important nodes only, and GPM and TRGP as many directions as the data has.
 """
 
 from __future__ import annotations

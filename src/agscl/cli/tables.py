@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from agscl.experiments.search import Trial
 
 TITLES = {name: listed.title for name, listed in METHODS.items()}
-OTHER_PURPOSES = {"bases": "bases", "start": "initial weights", "statistics": "BatchNorm statistics of each task"}
+OTHER_PURPOSES = {
+    "bases": "bases",
+    "scales": "scale matrices",
+    "start": "initial weights",
+    "statistics": "BatchNorm statistics of each task",
+}
 """What a method may store besides importances, anchors, masks and embeddings."""
 MAX_MATRIX_TASKS = 10
 """An accuracy matrix of more tasks does not fit 80 columns."""

@@ -85,6 +85,8 @@ PRESETS: dict[str, Preset] = {
             "lwf": {"weight": 10.0},
             "l2": {"lam": 1.0},
             "gpm": {"threshold": 0.95},
+            "trgp": {"threshold": 0.95},
+            "spg": {},
         },
         threads=1,  # a network this small is faster on one core
         compared=tuple(METHODS),

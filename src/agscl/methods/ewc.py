@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
-from agscl.methods._parts.sample_gradients import count_samples, measure_gradients
+from agscl.methods._parts.sample_gradients import as_one_value, count_samples, measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 
 __all__ = ["EWC", "EWCConfig"]
@@ -124,16 +124,16 @@ class EWC(WeightMethod):
             gradient is the expectation over classes. One drawn class is unbiased too, but 0 for certain predictions."""
             task_batch, signs = batch
             log_probabilities = F.log_softmax(_require_logits(compute_output(task_batch), fisher), 1)
-            return _as_one_value((signs * (log_probabilities.detach() / 2).exp() * log_probabilities).sum(1))
+            return as_one_value((signs * (log_probabilities.detach() / 2).exp() * log_probabilities).sum(1))
 
         def sampled_score(batch: Any) -> tuple[Tensor, Tensor]:
             task_batch, uniforms = batch
             output = compute_output(task_batch)
             is_logits = isinstance(output, Tensor) and output.dim() == 2
-            return _as_one_value(F.cross_entropy(output, sample_classes(output, uniforms)) if is_logits else output)
+            return as_one_value(F.cross_entropy(output, sample_classes(output, uniforms)) if is_logits else output)
 
         def loss_score(batch: Any) -> tuple[Tensor, Tensor]:
-            return _as_one_value(forward(batch))
+            return as_one_value(forward(batch))
 
         if fisher == "batched":
             return measure_gradients(
@@ -204,14 +204,3 @@ def _require_logits(output: Any, fisher: str) -> Tensor:
         "a `forward` that returns them; or one that returns the loss, or a log-probability of what was drawn, with "
         "fisher='sampled' or 'empirical'."
     )
-
-
-def _as_one_value(value: Any) -> tuple[Tensor, Tensor]:
-    """The loss of a batch as the one value to differentiate."""
-    if not isinstance(value, Tensor) or value.dim() > 1:
-        description = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ValueError(
-            f"The Fisher needs a loss to differentiate; the forward pass returned {description}. Give end_task batches "
-            "of (x, y), or a `forward` that returns the loss."
-        )
-    return value.mean().reshape(1), torch.ones(1, dtype=value.dtype, device=value.device)

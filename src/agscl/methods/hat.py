@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
@@ -24,9 +24,11 @@ from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
+from agscl.methods._parts.own_steps import compute_step
 from agscl.methods._parts.plan import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
 
 __all__ = ["HAT", "HATConfig"]
 
@@ -87,7 +89,7 @@ class HATPlan(NodePlan):
         self.position: int | Tensor = 0  # steps in this epoch, likewise
         self.moment_age: int | Tensor = 0  # steps since the moments were cleared, likewise
         self._gradient: Tensor | None = None
-        self._factors: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, 1 − min(…), its value at the last step
+        self._masks: list[SoftMask] = []  # with the factor 1 − min(mask_out, mask_in)
         self._norms: NodeNormFreezer | None = None
 
     # Embedding and protected weights ---------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class HATPlan(NodePlan):
         """The factor 1 − min(mask_out, mask_in) of every weight that an earlier task uses; 1 − mask_out of the rest."""
         used_groups = self.method.knowledge.used
         used = torch.cat([used_groups, used_groups.new_ones(1)])  # the last: a column that reads no node is in use
-        self._factors = []
+        self._masks = []
         for name, parameter, groups in self.graph.incoming_parameters():
             factor = used[groups.to(used.device)].view(-1, *[1] * (parameter.dim() - 1))
             layer, _, key = name.rpartition(".")
@@ -132,7 +134,7 @@ class HATPlan(NodePlan):
             if key == "weight" and reader is not None and layer in self.graph.layers:
                 factor = torch.minimum(factor, used[reader.source_groups().to(used.device)])
             if bool(factor.any()):
-                self._factors.append((parameter, 1 - factor, parameter.detach().clone()))
+                self._masks.append(SoftMask(parameter, 1 - factor, parameter.detach().clone()))
         self._norms = NodeNormFreezer(self.graph, used_groups > 0)
 
     def start(self) -> None:
@@ -172,17 +174,11 @@ class HATPlan(NodePlan):
 
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         if self.method.config.mask == "gradient":
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for parameter, factor, _ in self._factors:
-                if parameter.grad is not None and id(parameter) in trained:
-                    parameter.grad.mul_(factor)
+            mask_gradients_(self._masks, optimizer)
 
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         self.method.forget_last_pass()
-        for parameter, factor, before in self._factors:
-            moved = _interpolate(before, parameter, factor) if self.method.config.mask == "update" else parameter
-            before.copy_(torch.where(factor == 0, before, moved))  # interpolation alone would let a NaN through
-            parameter.copy_(before)
+        mask_updates_(self._masks, soft=self.method.config.mask == "update")
         if optimizer is self.optimizers[0]:
             if self._gradient is not None:
                 self._move_embedding(optimizer, self._gradient, skipped)
@@ -203,15 +199,9 @@ class HATPlan(NodePlan):
             gradient = self.compensate(gradient + self.penalty_gradient(s, e.detach()), e.detach(), s)
         self.moves += 1
         self.moment_age += 1
-        if isinstance(optimizer, SGD):
-            first.mul_(group["momentum"]).add_(gradient)
-            move = first
-        else:
-            b1, b2 = group.get("betas", (0.9, 0.999))
-            first.lerp_(gradient, 1 - b1)
-            second.lerp_(gradient.square(), 1 - b2)
-            move = first / (1 - b1**self.moment_age) / ((second / (1 - b2**self.moment_age)).sqrt() + 1e-8)
-        e.sub_(move * group["lr"]).clamp_(-MAX_EMBEDDING, MAX_EMBEDDING)
+        e.sub_(compute_step(optimizer, group, gradient, self.moments, self.moment_age)).clamp_(
+            -MAX_EMBEDDING, MAX_EMBEDDING
+        )
         if skipped is not None:  # a fused optimizer skipped the step on overflow
             for tensor, value_before in zip((e, first, second), before, strict=True):
                 tensor.copy_(torch.where(skipped.reshape(()) > 0, value_before, tensor))
@@ -250,8 +240,8 @@ class HATPlan(NodePlan):
         embedding = [] if self.embedding is None else [self.embedding_values]
         return {
             "embeddings": [*embedding, *self.moments],
-            "masks": [factor for _, factor, _ in self._factors],
-            "anchors": [before for *_, before in self._factors],
+            "masks": [mask.factor for mask in self._masks],
+            "anchors": [mask.before for mask in self._masks],
         }
 
 
@@ -520,12 +510,6 @@ class HAT(NodeMethod):
         self._gate_hooks = {}
         if self._graph is not None:
             self._frozen_norms.close()
-
-
-def _interpolate(before: Tensor, after: Tensor, factor: Tensor) -> Tensor:
-    """before + factor · (after − before), exactly `after` where the factor is 1."""
-    dtype = torch.promote_types(after.dtype, factor.dtype)
-    return torch.lerp(before.to(dtype), after.to(dtype), factor.to(dtype))
 
 
 def _compute_gates(s: float | Tensor, embedding: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ ZERO = Amount()
 
 
 class LayerInputs(NamedTuple):
-    """The inputs of a trunk layer, from which GPM takes its directions."""
+    """The inputs of a trunk layer, from which GPM and TRGP take their directions."""
 
     groups: int
     """Groups of a grouped convolution; 1 elsewhere."""

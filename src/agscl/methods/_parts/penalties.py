@@ -23,7 +23,7 @@ from agscl.methods._parts.memory import ZERO, Memory, Outline
 from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.settings import Settings
 
-__all__ = ["Tensors", "WeightConfig", "WeightKnowledge", "WeightMethod", "WeightPlan"]
+__all__ = ["Tensors", "WeightConfig", "WeightKnowledge", "WeightMethod", "WeightPlan", "find_protected"]
 
 Tensors = dict[str, Tensor]
 """A tensor for each weight, by its name in the model."""
@@ -190,6 +190,13 @@ def _clip_curvatures(
     return [torch.minimum(weight_curvature, limit) for weight_curvature, limit in zip(curvatures, limits, strict=True)]
 
 
+def find_protected(method: Method) -> dict[str, nn.Parameter]:
+    """All trained weights outside the heads, and a head that all tasks share, by name."""
+    heads = set() if method.heads.is_shared else {id(p) for p in method.heads.parameters(method.tasks).values()}
+    named = method.model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and id(p) not in heads}
+
+
 class WeightMethod(Method):
     """A method with a quadratic penalty on every weight that earlier tasks need."""
 
@@ -215,9 +222,7 @@ class WeightMethod(Method):
 
     def find_protected(self) -> dict[str, nn.Parameter]:
         """The weights that the method protects, by name."""
-        heads = set() if self.heads.is_shared else {id(p) for p in self.heads.parameters(self.tasks).values()}
-        named = self.model.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and id(p) not in heads}
+        return find_protected(self)
 
     def find_trunk_norms(self) -> dict[str, Any]:
         """The BatchNorms outside the heads, or all where tasks share a head."""

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from agscl.graph.forward import preserve_model_state
 
-__all__ = ["Score", "count_samples", "measure_gradients"]
+__all__ = ["Score", "as_one_value", "count_samples", "measure_gradients"]
 
 Score = Callable[[Any], tuple[Tensor, Tensor]]
 """Runs the model on a batch; returns the values to differentiate, (k,), and their weights, (k,)."""
@@ -30,7 +30,7 @@ def measure_gradients(
     batches: Iterable[Any],
     score: Score,
     *,
-    power: Literal[1, 2],
+    power: Literal[1, 2] | None,
     batch_size: int | None = None,
     train: bool = False,
 ) -> dict[str, Tensor]:
@@ -38,7 +38,8 @@ def measure_gradients(
 
     `score(batch)` runs the model on a batch of one sample and returns the values v (k,) and their weights w (k,). With
     `batch_size`, it is given mini-batches of that size instead (`batches` is split again) and returns v (1,), their
-    mean value. Over all ranks where torch.distributed runs. Raises RuntimeError without data.
+    mean value; only then may `power` be None, for the gradients themselves, with their signs. Over all ranks where
+    torch.distributed runs. Raises RuntimeError without data.
     """
     sums = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
@@ -52,6 +53,7 @@ def measure_gradients(
     with preserve_model_state(model, train=train):
         for batch, samples in _rebatch(batches, batch_size or max(1, max_gradients)):
             if batch_size is None:
+                assert power is not None
                 gradients = _sum_sample_gradients(scorer, weights, batch, power, max_gradients)
             else:
                 gradients = _batch_gradients(scorer, list(parameters.values()), batch, power)
@@ -65,6 +67,17 @@ def measure_gradients(
     if not total:
         raise RuntimeError("`batches` was empty. Importance cannot be measured without the task's data.")
     return {name: tensor / total for name, tensor in sums.items()}
+
+
+def as_one_value(value: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a batch as the one value to differentiate."""
+    if not isinstance(value, Tensor) or value.dim() > 1:
+        description = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"Importance needs a loss to differentiate; the forward pass returned {description}. Give end_task batches "
+            "of (x, y), or a `forward` that returns the loss."
+        )
+    return value.mean().reshape(1), torch.ones(1, dtype=value.dtype, device=value.device)
 
 
 class _ScoredModel(nn.Module):
@@ -134,12 +147,14 @@ def _sum_of_powers(gradients: Tensor, power: Literal[1, 2]) -> Tensor:
 
 
 def _batch_gradients(
-    scorer: _ScoredModel, parameters: list[nn.Parameter], batch: Any, power: Literal[1, 2]
+    scorer: _ScoredModel, parameters: list[nn.Parameter], batch: Any, power: Literal[1, 2] | None
 ) -> list[Tensor]:
-    """|gradient|^power of the score of one mini-batch."""
+    """|gradient|^power of the score of one mini-batch; with None the gradient itself."""
     with torch.enable_grad():
         values, _ = scorer(batch)
         gradients = torch.autograd.grad(values.sum(), parameters, allow_unused=True, materialize_grads=True)
+    if power is None:
+        return [gradient.clone() for gradient in gradients]
     return list(torch._foreach_pow(gradients, 2) if power == 2 else torch._foreach_abs(gradients))
 
 
