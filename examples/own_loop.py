@@ -21,11 +21,11 @@ epochs = 20
 trunk = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU())
 model = MultiHead(trunk)
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-method = AGSCL(model, tasks[0].train_x[:2], mu=20, lam=1000, rho=0.3)
+method = AGSCL(model, tasks[0].train_x[:2])
 
 for task in tasks:
     model.add_head(task.name, task.classes)
-    method.begin_task(task.name, optimizer)
+    method.begin_task(task.name, optimizer, epochs=epochs)
     for _epoch in range(epochs):
         for x, y in batches[task.name]:
             loss = F.cross_entropy(model(x, task.name), y)
@@ -40,4 +40,5 @@ for task in tasks:
         right = [(model(old.test_x, old.name).argmax(1) == old.test_y).float().mean().item() for old in learned]
     print(" ".join(f"{accuracy:6.1%}" for accuracy in right))
 
+print(method.capacity())
 print(method.certificate())
