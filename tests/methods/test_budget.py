@@ -230,8 +230,15 @@ def test_two_tasks_without_settings_keep_old_bits_on_every_network(name):
 def test_a_long_task_is_pruned_at_the_ends_of_a_few_epochs():
     method, optimizer = build()
     counts = pruned_at(method, optimizer, 0, 60, told={"epochs": 15, "steps_per_epoch": 4}, epoch=4)
-    assert list(counts) == [13, 21, 29]  # seen after the first step of the next epoch: epochs 3, 5 and 7
+    assert list(counts) == [21, 29, 37]  # seen after the first step of the next epoch: epochs 5, 7 and 9
     assert list(counts.values()) == [2 * round(24 * share) for share in (1 - 27 / 64, 7 / 8, 63 / 64)]
+
+
+@quiet
+def test_a_task_of_fifty_epochs_or_more_is_pruned_earlier():
+    method, optimizer = build()
+    counts = pruned_at(method, optimizer, 0, 100, told={"epochs": 50, "steps_per_epoch": 2}, epoch=2)
+    assert list(counts) == [21, 35, 49]  # after epochs 10, 17 and 24
 
 
 @quiet
@@ -240,14 +247,14 @@ def test_a_short_task_is_pruned_between_steps(epochs):
     method, optimizer = build()
     told = {"epochs": epochs, "steps_per_epoch": 60 // epochs}
     counts = pruned_at(method, optimizer, 0, 60, told=told, epoch=60 // epochs)
-    assert counts == {12: 28, 20: 42, 28: 48}  # at a fourth point nothing is left to prune in layers this narrow
+    assert counts == {18: 28, 26: 42, 34: 48}  # at a fourth point nothing is left to prune in layers this narrow
 
 
 @quiet
 def test_steps_of_an_epoch_that_were_not_told_are_counted_in_the_first_one():
     method, optimizer = build()
     counts = pruned_at(method, optimizer, 0, 60, told={"epochs": 3}, epoch=20)
-    assert list(counts) == [21, 28]  # at the end of the first epoch, then between steps
+    assert list(counts) == [21, 26, 34]  # at the end of the first epoch, then between steps
 
 
 @quiet
@@ -262,7 +269,7 @@ def test_a_task_of_unknown_length_is_pruned_whenever_it_has_become_twice_as_long
 def test_a_later_task_of_unknown_length_is_taken_to_be_as_long_as_the_last_one():
     method, optimizer = build()
     train(method, optimizer, 0, 100)
-    assert list(pruned_at(method, optimizer, 1, 100)) == [20, 34, 47]
+    assert list(pruned_at(method, optimizer, 1, 100)) == [30, 44, 57]
 
 
 def test_nodes_pruned_at_the_very_end_are_warned_about_with_what_to_tell():
@@ -346,7 +353,7 @@ def test_a_budget_works_beside_another_method():
         method.end_epoch()
         versions.append(method.plan_version)
     method.end_task(blobs(0))
-    assert versions == [0, 1, 1, 2, 3, 4, 4, 4, 4, 4]
+    assert versions == [0, 0, 1, 1, 2, 3, 4, 4, 4, 4]
 
 
 # Forms and settings ---------------------------------------------------------------------------------------------------

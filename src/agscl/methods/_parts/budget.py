@@ -34,8 +34,11 @@ __all__ = [
 Budget = int | float
 BUDGET_RULE = "a share above 0 and at most 1, or the number of tasks to make room for, at least 1"
 
-FIRST, LAST, PRUNINGS = 0.2, 0.6, 4
-"""The shares of a task at which it is first and last pruned, and how often in all."""
+PRUNINGS = 4
+"""How often a task is pruned."""
+SPAN, LONG_SPAN, LONG = (0.3, 0.7), (0.2, 0.6), 50
+"""The shares of a task at which it is first and last pruned; from `LONG` epochs on it is pruned earlier, while the
+learning rate is still high."""
 MIN_EPOCHS = 10
 """Tasks of fewer epochs are pruned between steps, others at the ends of epochs."""
 FIRST_STEP = 32
@@ -85,7 +88,7 @@ class NodePruner:
         else:  # how many steps an epoch has is still being counted
             return
         if length:
-            self.prune_(_share_at(steps / length))
+            self.prune_(_share_at(steps / length, *SPAN))
         elif steps >= FIRST_STEP and steps & (steps - 1) == 0:  # each time the task has become twice as long
             self.prune_(1 - FIRST_STEP / (2 * steps))
 
@@ -93,7 +96,8 @@ class NodePruner:
         """Prune after an epoch, if it is time."""
         self.epoch += 1
         if self.plan.epochs:
-            self.prune_(_share_at(self.epoch / self.plan.epochs))
+            span = LONG_SPAN if self.plan.epochs >= LONG else SPAN
+            self.prune_(_share_at(self.epoch / self.plan.epochs, *span))
 
     def end_task(self) -> None:
         """Prune what is left to prune. The loop may also have gone back to weights from before a pruning."""
@@ -183,8 +187,8 @@ def _square(weight: Tensor) -> Tensor:
     return weight.detach().to(sum_dtype(weight.device)).square()
 
 
-def _share_at(progress: float) -> float:
+def _share_at(progress: float, first: float, last: float) -> float:
     """Of what must go, the share that is gone at this point of the task: a cubic curve, in steps."""
-    spacing = (LAST - FIRST) / (PRUNINGS - 1)
-    done = min(PRUNINGS, math.floor((progress - FIRST) / spacing + 1e-9) + 1) if progress >= FIRST - 1e-9 else 0
+    spacing = (last - first) / (PRUNINGS - 1)
+    done = min(PRUNINGS, max(0, math.floor((progress - first) / spacing + 1e-9) + 1))
     return 1 - (1 - done / PRUNINGS) ** 3
