@@ -149,6 +149,20 @@ def test_the_nodes_with_the_lowest_scores_go_first():
         assert before[layer.groups][own].max() <= before[layer.groups][~own].min()
 
 
+@quiet
+def test_nodes_that_never_fire_go_first_however_large_their_weights_are():
+    method, optimizer = build()
+    layer = method.model.trunk[2]
+    with torch.no_grad():
+        layer.weight[:10] *= 3  # the highest scores of the layer,
+        layer.bias[:10] = -1e3  # and never a positive output
+    train(method, optimizer, 0, 20, told={"epochs": 10, "steps_per_epoch": 2}, epoch=2, end=False)
+    pruned = method.plan.pruner.pruned[method.graph.layers["trunk.2"].groups]
+    assert pruned[:10].all()
+    method.end_task(blobs(0))
+    assert int((method.knowledge.first_task[method.graph.layers["trunk.2"].groups] == 0).sum()) == 8
+
+
 def test_a_score_is_the_norm_of_incoming_times_outgoing_weights_and_leaves_old_heads_out():
     torch.manual_seed(0)
     model = MultiHead(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), features=4)

@@ -153,6 +153,9 @@ class AGSCLPlan(NodePlan):
         super().detach()
         self.norms.close()
 
+    def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
+        self.pruner.observe_gradients()
+
     # Loss function (2): the task's own loss; its penalties act through the proximal step below -----------------------
 
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:

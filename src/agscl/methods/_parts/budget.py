@@ -51,7 +51,7 @@ class NodePruner:
     Without a budget it does nothing.
     """
 
-    saved: ClassVar[tuple[str, ...]] = ("pruned", "epoch", "share")
+    saved: ClassVar[tuple[str, ...]] = ("pruned", "gradients", "epoch", "share")
 
     def __init__(self, plan: AGSCLPlan, budget: Budget | None) -> None:
         self.plan = plan
@@ -62,19 +62,28 @@ class NodePruner:
                 candidates = (in_layer.to(free.device) & free).nonzero().flatten()
                 self.layers.append((candidates, count_kept(len(candidates), budget, learned)))
         self.pruned = torch.zeros_like(free)  # (groups,) held at 0 until the task ends
+        self.gradients = torch.zeros_like(free, dtype=torch.int32)  # (groups,) above 0: has had one since last pruned
         self.epoch = 0
         self.share = 0.0  # of what must go, how much is gone
         self.share_before_end = 0.0  # the same, before the task ended
         self.rows: Rows | None = None
 
     def build(self) -> None:
-        """Make what `hold_` needs, for a task that was resumed too."""
+        """Make what steps need, for a task that was resumed too."""
+        self._watched = _find_watched(self.plan.graph, self.pruned.device) if self.layers and self.share < 1 else []
         self.rows = make_rows(self.plan.graph, self.pruned) if bool(self.pruned.any()) else None
 
     def hold_(self) -> None:
         """Set pruned groups to exactly 0: an optimizer's momentum would wake them."""
         if self.rows is not None:
             self.rows.zero_()
+
+    def observe_gradients(self) -> None:
+        """Note which groups have a gradient: a ReLU that never fires has none, and its node learns nothing."""
+        for parameter, groups in self._watched:
+            if parameter.grad is not None:
+                has_gradient = (parameter.grad.reshape(len(groups), -1) != 0).any(1)
+                self.gradients.index_add_(0, groups, has_gradient.to(self.gradients.dtype))
 
     def end_step(self) -> None:
         """Prune after a step, if it is time: in a task of few epochs, or of a number that was not told."""
@@ -113,6 +122,9 @@ class NodePruner:
         self.share = share
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
         scores = score_groups(self.plan.graph, head)
+        if bool(self.gradients.any()):
+            scores = scores * (self.gradients > 0)
+            self.gradients.zero_()
         for candidates, kept in self.layers:
             count = round((len(candidates) - kept) * share)
             order = torch.where(self.pruned[candidates], -1.0, scores[candidates]).argsort(stable=True)
@@ -120,6 +132,16 @@ class NodePruner:
         self.build()
         self.hold_()
         self.plan.version += 1
+
+
+def _find_watched(graph: NodeGraph, device: torch.device) -> list[tuple[nn.Parameter, Tensor]]:
+    """Parameters whose gradients tell whether a group learns, biases where there are some, and the group of each row."""
+    watched, covered = [], torch.zeros(graph.size, dtype=torch.bool)
+    for _, parameter, groups in sorted(graph.incoming_parameters(), key=lambda entry: entry[1].dim()):
+        if parameter.requires_grad and not bool(covered[groups].all()):
+            covered[groups] = True
+            watched.append((parameter, groups.to(device)))
+    return watched
 
 
 def is_budget(value: Any) -> bool:
