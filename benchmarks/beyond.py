@@ -58,7 +58,7 @@ def plan(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[tuple[s
             Job(
                 configure(
                     arguments.preset,
-                    method="agscl",
+                    method="paper-agscl",
                     seed=seed,
                     device=arguments.device,
                     reference=False,
@@ -79,7 +79,7 @@ def plan(arguments: argparse.Namespace, changes: dict[str, Any]) -> list[tuple[s
 def collected(planned: list[tuple[str, float, Job]]) -> list[dict[str, Any]]:
     """A row for each variant and strength, and by how much it beats the paper's form at its best strength."""
     outcomes = {
-        (name, lam, job.config.seed): read_json(job.folder / "result.json")["methods"]["agscl"]
+        (name, lam, job.config.seed): read_json(job.folder / "result.json")["methods"]["paper-agscl"]
         for name, lam, job in planned
         if job.is_finished
     }

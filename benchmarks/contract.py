@@ -43,7 +43,8 @@ def powers(low: int, high: int, *factors: float) -> list[float]:
 
 
 GRIDS: dict[str, list[dict[str, Any]]] = {  # from weak to strong
-    "AGSCL": [{"mu": mu, "lam": 2e4, "rho": 0.3} for mu in (10.0, 15.0, 20.0, 25.0, 30.0)],
+    "AGSCL": [{}],  # needs no settings
+    "PaperAGSCL": [{"mu": mu, "lam": 2e4, "rho": 0.3} for mu in (10.0, 15.0, 20.0, 25.0, 30.0)],
     "EWC": [{"lam": lam} for lam in powers(1, 6, 1.0, 3.0)],
     "SI": [{"c": c} for c in powers(-2, 3, 1.0, 3.0)],
     "RWalk": [{"lam": lam} for lam in powers(-2, 2, 1.0, 3.0)],
@@ -69,7 +70,7 @@ STEADY: dict[str, list[dict[str, Any]]] = {  # with SGD weight-wise penalties ar
 
 
 def grid(name: str, network: str, optimizer: str) -> list[dict[str, Any]]:
-    if name == "AGSCL" and optimizer == "sgd":
+    if name == "PaperAGSCL" and optimizer == "sgd":
         # Per epoch, important weights drift far from their anchors under SGD and are thrown back at its end.
         return [{**GRIDS[name][0], "mu": mu, "rho": rho, "prox_every": "step"} for mu in SGD_MU for rho in (0.3, 0.6)]
     found = GRIDS[name]

@@ -74,8 +74,8 @@ def wait_and_read_clock(device: str) -> float:
 
 def measure_step(way: dict[str, Any], device: str, sequence: tasks.TaskSequence, epochs: int) -> dict[str, Any]:
     """Milliseconds per step within the second task, ends of epochs included, after two epochs to warm up."""
-    config = configure(PRESET, method="agscl", device=device, epochs=epochs, **SETTINGS, **way)
-    trainer = build_trainer(config, "agscl", sequence[:2])
+    config = configure(PRESET, method="paper-agscl", device=device, epochs=epochs, **SETTINGS, **way)
+    trainer = build_trainer(config, "paper-agscl", sequence[:2])
     start = wait_and_read_clock(device)
     while trainer.task_index < 1 or trainer.epoch < 2:
         trainer.advance()
@@ -124,8 +124,8 @@ def _serve_steps(requests: Connection, way: dict[str, Any]) -> None:
     size = len(first.train_y) // 16  # of the first task a little is enough
     short = replace(first, train_x=first.train_x[:size], train_y=first.train_y[:size])
     options = {name: value for name, value in way.items() if name != "keep_memory"}
-    config = configure(PRESET, method="agscl", device="cpu", epochs=1, **SETTINGS, **options)
-    trainer = build_trainer(config, "agscl", (short, second))
+    config = configure(PRESET, method="paper-agscl", device="cpu", epochs=1, **SETTINGS, **options)
+    trainer = build_trainer(config, "paper-agscl", (short, second))
     while trainer.task_index < 1 or trainer.step < 2:
         trainer.advance()
     whole = trainer.examples // config.training.batch_size  # batches but for the last
@@ -151,8 +151,8 @@ def profile_step(way: dict[str, Any], device: str, sequence: tasks.TaskSequence)
     """Microseconds of GPU time of one captured step of the second task, part by part."""
     from torch.profiler import ProfilerActivity, profile
 
-    config = configure(PRESET, method="agscl", device=device, epochs=6, **SETTINGS, **way)
-    trainer = build_trainer(config, "agscl", sequence[:2])
+    config = configure(PRESET, method="paper-agscl", device=device, epochs=6, **SETTINGS, **way)
+    trainer = build_trainer(config, "paper-agscl", sequence[:2])
     while trainer.task_index < 1 or trainer.epoch < 4:
         trainer.advance()
     engine = trainer.engine
@@ -185,14 +185,14 @@ def execute_whole_run(seed: int, device: str, way: dict[str, Any], epochs: int =
     start = time.perf_counter()
     warnings.simplefilter("ignore")
     way = {**way, "epochs": epochs}
-    config = configure(PRESET, method="agscl", seed=seed, device=device, reference=False, **SETTINGS, **way)
+    config = configure(PRESET, method="paper-agscl", seed=seed, device=device, reference=False, **SETTINGS, **way)
     with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
         result = execute_run(config, run, checkpoint_every=60.0, threads=1)  # as `compare` does, and a run on a GPU
-    outcome = result["methods"]["agscl"]
+    outcome = result["methods"]["paper-agscl"]
     return {
         "seed": seed,
         "seconds": time.perf_counter() - start,
-        "training_seconds": result["seconds"]["agscl"],
+        "training_seconds": result["seconds"]["paper-agscl"],
         "average_accuracy": outcome["average_accuracy"],
         "forgetting": outcome["forgetting"],
         "training": asdict(config.training),
@@ -244,7 +244,7 @@ def compare_outcomes(seeds: int, device: str, epochs: int, jobs: int) -> dict[st
             key: summarize_values([run[key] for run in way_runs]) for key in ("average_accuracy", "forgetting")
         }
         print(name, results[name], flush=True)
-    return {"preset": PRESET, "method": "agscl", "settings": SETTINGS, "epochs": epochs, "ways": results}
+    return {"preset": PRESET, "method": "paper-agscl", "settings": SETTINGS, "epochs": epochs, "ways": results}
 
 
 def measure_whole_runs(seeds: int, device: str, way: dict[str, Any], mps: bool) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def main() -> None:
         results = compare_outcomes(arguments.agree, device, arguments.epochs, arguments.jobs)
         record(arguments.out or Path(f"results/benchmarks/agree_{device}.json"), results)
         return
-    results: dict[str, Any] = {"preset": PRESET, "method": "agscl", "settings": SETTINGS}
+    results: dict[str, Any] = {"preset": PRESET, "method": "paper-agscl", "settings": SETTINGS}
     if arguments.whole:
         results |= measure_whole_runs(arguments.whole, device, way, arguments.mps)
         record(arguments.out or Path(f"results/benchmarks/whole_{device}.json"), results)

@@ -32,7 +32,7 @@ from agscl.experiments.run import execute_run
 from agscl.runs import Run
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 
-PRESET, METHOD, SETTINGS = "tinyimagenet32", "agscl", {"lam": 10_000.0}
+PRESET, METHOD, SETTINGS = "tinyimagenet32", "paper-agscl", {"lam": 10_000.0}
 TRAINING: dict[str, Any] = {"engine": "captured", "precision": "bf16", "channels_last": True, "compile": True}
 """All that `--fast` switches on."""
 TINY: dict[str, Any] = {"compile": False}

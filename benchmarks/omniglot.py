@@ -34,7 +34,7 @@ KEPT = (
 def one(job: tuple[int, int, str, int | None]) -> dict[str, Any]:
     seed, alphabets, device, epochs = job
     changes = {} if epochs is None else {"epochs": epochs}
-    config = configure("omniglot5", method="agscl", seed=seed, device=device, **changes)
+    config = configure("omniglot5", method="paper-agscl", seed=seed, device=device, **changes)
     config = dataclasses.replace(config, task_options={"alphabets": alphabets})
     with tempfile.TemporaryDirectory() as folder:
         with Run(Path(folder) / "run") as run:

@@ -20,7 +20,7 @@ from agscl.runs.folder import read_json
 
 FIRST_SEED = 1000
 SEARCHED: dict[str, tuple[str, list[float]]] = {
-    "agscl": ("lam", [200, 500, 1000, 2000, 5000]),
+    "paper-agscl": ("lam", [200, 500, 1000, 2000, 5000]),
     "ewc": ("lam", [1e1, 1e2, 1e3, 1e4, 1e5]),
     "si": ("c", [1, 10, 100, 1e3, 1e4]),
     "rwalk": ("lam", [0.1, 1, 10, 100, 1000]),

@@ -19,12 +19,27 @@ Result = dict[str, Any]
 HOME = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/results.md", "docs/reproduce.md"]
 COLUMNS = (("average_accuracy", 100, 1), ("plasticity", 1, 3), ("stability", 1, 3), ("forgetting", 100, 1))
-NAMES = {"finetune": "fine-tuning", "agscl": "AGS-CL"}
+NAMES = {"finetune": "fine-tuning", "agscl": "AGS-CL", "paper-agscl": "AGS-CL, the paper's form"}
 
 
 def load(name: str) -> dict[str, Any] | None:
     path = HOME / "results" / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return _name_papers_form(json.loads(path.read_text())) if path.exists() else None
+
+
+def _name_papers_form(value: Any) -> Any:
+    """Results from before AGS-CL had a budget call the paper's form agscl: give it its name of today."""
+    if isinstance(value, list):
+        return [_name_papers_form(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = {
+        "paper-agscl" if key == "agscl" and '"mu"' in json.dumps(one) else key: _name_papers_form(one)
+        for key, one in value.items()
+    }
+    if renamed.get("method") == "agscl" and {"mu", "lam"} & set(renamed.get("settings", {})):
+        renamed["method"] = "paper-agscl"
+    return renamed
 
 
 def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
@@ -69,9 +84,13 @@ def digits(result: Result) -> str:
 
 @made_from("benchmarks/overhead")
 def overhead(result: Result) -> str:
-    lines = ["| proximal step | time of a training step, plain = 1 |", "|---|---|"]
-    lines += [f"| once an {name} | {ratio:.3f} |" for name, ratio in result["ratio"].items() if name == "epoch"]
-    lines += [f"| every {name} | {ratio:.3f} |" for name, ratio in result["ratio"].items() if name == "step"]
+    lines = ["| form | time of a training step, plain = 1 |", "|---|---|"]
+    forms = {
+        "budget": "with a budget, the default",
+        "epoch": "the paper's, a proximal step once an epoch",
+        "step": "the paper's, a proximal step after every step",
+    }
+    lines += [f"| {text} | {result['ratio'][name]:.3f} |" for name, text in forms.items() if name in result["ratio"]]
     return "\n".join([*lines, "", f"The paper's CIFAR network, batch {result['batch']}: {source(result)}"])
 
 
@@ -208,16 +227,17 @@ def comparison(result: Result) -> str:
 def compared(result: Result) -> str:
     """Every method of a comparison, with its settings."""
     lines = [
-        "| method | setting | seeds | average accuracy, % | AGS-CL's lead, seed by seed | plasticity | stability "
-        "| forgetting, % |",
+        "| method | setting | seeds | average accuracy, % | lead of the first row, seed by seed | plasticity "
+        "| stability | forgetting, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    ours = _by_seed(result["methods"]["agscl"]) if "agscl" in result["methods"] else {}
+    first = next(iter(result["methods"]))
+    ours = _by_seed(result["methods"][first])
     for name, row in result["methods"].items():
         strength = [f"{SYMBOLS[key]} {float(value):g}" for key, value in row["settings"].items() if key in SYMBOLS]
         parts = [_spread_of(row[key], scale, digits) for key, scale, digits in COLUMNS]
         lead = [ours[seed] - other for seed, other in _by_seed(row).items() if seed in ours]
-        parts.insert(1, "–" if name == "agscl" else _spread_of(spread_over(lead), 100, 1))
+        parts.insert(1, "–" if name == first else _spread_of(spread_over(lead), 100, 1))
         lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(row['seeds'])} | " + " | ".join(parts) + " |")
     missing = "" if result["complete"] else " Some seeds have not run yet."
     return "\n".join([*lines, "", f"Seeds 0, 1, 2, …, as many as the table says.{missing} {source(result)}"])
@@ -555,7 +575,7 @@ def one_seed(result: Result) -> str:
     chosen, other = result["rows"][0], load("tinyimagenet32")
     if other is None:
         return ""
-    then = other["methods"]["agscl"]
+    then = other["methods"]["paper-agscl"]
     return (
         f"A search on one seed chose λ {chosen['settings']['lam']:g} for AGS-CL on `tinyimagenet32`. On seeds 0 to 4 "
         f"AGS-CL reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it and forgets "
@@ -755,7 +775,7 @@ def draw_methods() -> None:
         at = range(1, len(curves[0]) + 1)
         means = [statistics.mean(values) for values in zip(*curves, strict=True)]
         wide = [statistics.stdev(values) for values in zip(*curves, strict=True)]
-        bold = {"linewidth": 2.2, "color": "black"} if name == "agscl" else {}
+        bold = {"linewidth": 2.2, "color": "black"} if name.endswith("agscl") else {}
         line = axis.plot(
             at, means, marker=".", label=NAMES.get(name, {"rwalk": "RWalk"}.get(name, name.upper())), **bold
         )[0]
