@@ -232,13 +232,13 @@ class Heads:
             raise
 
     def task_of_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: str | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: Callable[[], str | None]
     ) -> str | None:
-        """The task, one of `tasks`, that a call of the model is for: `default` where it names none."""
+        """The task, one of `tasks`, that a call of the model is for: `default()` where it names none."""
         position = self.task_position
         argument = args[position] if position is not None and position < len(args) else kwargs.get("task")
         if isinstance(argument, str):
             return argument if argument in tasks else None
         if self.is_list and isinstance(argument, int) and 0 <= argument < len(tasks):
             return tasks[argument]
-        return default
+        return default()

@@ -6,7 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -29,6 +31,9 @@ __all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
 
 Forward = Callable[[Any], Any]
 Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
+
+_viewed_tasks: ContextVar[Mapping[int, str]] = ContextVar("viewed tasks", default=MappingProxyType({}))
+"""By id of the method; each thread, and each coroutine, has its own."""
 
 
 class SelfCheckWarning(UserWarning):
@@ -72,7 +77,6 @@ class Method:
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
         self.plan: plans.Plan | None = None  # of the task under way
-        self._viewed_task: str | None = None
 
     @property
     def tasks(self) -> list[str]:
@@ -178,14 +182,21 @@ class Method:
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
-        """Run the model as it was learned for `task` (gates, masks); not needed where a call of the model names it."""
+        """Run the model as it was learned for `task` (gates, masks); not needed where a call of the model names it.
+
+        Only this thread sees it so: each may look at a task of its own.
+        """
         if task not in self.tasks:
             raise ValueError(f"Task {task!r} has not begun. Tasks so far: {', '.join(self.tasks) or 'none'}.")
-        self._viewed_task, before = task, self._viewed_task
+        before = _viewed_tasks.set({**_viewed_tasks.get(), id(self): task})
         try:
             yield
         finally:
-            self._viewed_task = before
+            _viewed_tasks.reset(before)
+
+    @property
+    def _viewed_task(self) -> str | None:
+        return _viewed_tasks.get().get(id(self))
 
     def add_penalty_gradients(self) -> None:
         """Add the penalties' gradients now, before the loop clips gradients; the next step will not add them again."""
@@ -393,8 +404,10 @@ class Method:
 
     def task_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
-        default = self._viewed_task or self.task or (self.tasks[-1] if self.tasks else None)
-        return self.heads.task_of_call(args, kwargs, self.tasks, default)
+        return self.heads.task_of_call(args, kwargs, self.tasks, self._default_task)
+
+    def _default_task(self) -> str | None:
+        return self._viewed_task or self.task or (self.tasks[-1] if self.tasks else None)
 
     def warn_once(self, key: str, message: str) -> None:
         """Warn the user, once for each `key` in the life of the method."""
