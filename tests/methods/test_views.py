@@ -302,7 +302,7 @@ def test_a_compiled_model_shows_old_tasks_as_an_uncompiled_one_does(kind, place)
 
     def outputs(compiled):
         torch._dynamo.reset()
-        method, model, _ = train(kind, lambda: torch.compile(mlp(), backend="eager") if compiled == "trunk" else mlp())
+        _, model, _ = train(kind, lambda: torch.compile(mlp(), backend="eager") if compiled == "trunk" else mlp())
         call = torch.compile(model, backend="eager") if compiled == "model" else model
         with torch.no_grad():
             return [call(torch.ones(8, 16), f"t{number}") for number in (0, 2, 1, 2, 0)]

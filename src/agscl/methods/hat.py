@@ -282,7 +282,8 @@ class HAT(NodeMethod):
         self._gate_hooks: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}  # by reader
         self._gated = View()  # the weight of the layer that runs
         self._columns: dict[str, Tensor] = {}  # per reader, the group that each weight reads
-        self._trunk_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, concatenated
+        self._trunk_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, concatenated,
+        self._trunk_shapes: dict[str, torch.Size] = {}  # and their shapes
         self._pass_gates = PerThread()  # those of the forward pass under way
         self._last_gates: Gates | None = None  # of the last pass that may go backward
         self._gates_off = False
@@ -344,11 +345,18 @@ class HAT(NodeMethod):
 
     def _register_gates(self) -> None:
         """Hook every layer that reads nodes, heads included, which has no hook yet."""
-        readers = self.graph.readers.items()
-        self._columns = {name: reader.source_groups().to(self.knowledge.used.device) for name, reader in readers}
-        trunk = [self._columns[name].flatten() for name, reader in readers if not reader.is_head]
-        self._trunk_columns = torch.cat(trunk) if trunk else self._trunk_columns
-        for name, reader in readers:
+        readers, device = self.graph.readers, self.knowledge.used.device
+        known = self._columns if self._trunk_columns.device == device else {}
+        self._columns = {
+            name: known[name] if name in known else reader.source_groups().to(device)
+            for name, reader in readers.items()
+        }
+        trunk = {name: columns for name, columns in self._columns.items() if not readers[name].is_head}
+        self._trunk_shapes = {name: columns.shape for name, columns in trunk.items()}
+        self._trunk_columns = torch.cat(
+            [self._trunk_columns.new_empty(0, device=device), *map(torch.flatten, trunk.values())]
+        )
+        for name, reader in readers.items():
             if name not in self._gate_hooks:
                 self._gate_hooks[name] = (
                     reader.module.register_forward_pre_hook(partial(self._gate_weight, name)),
@@ -375,9 +383,9 @@ class HAT(NodeMethod):
         """All gates at once, which takes a fraction of the kernels of layer by layer."""
         if self._graph is None or (gates := self._current_gates(task)) is None:
             return None
-        parts = {name: columns for name, columns in self._columns.items() if not self.graph.readers[name].is_head}
-        pieces = gates[self._trunk_columns].split([columns.numel() for columns in parts.values()])
-        return gates, {name: piece.view(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
+        shapes = self._trunk_shapes
+        pieces = gates[self._trunk_columns].split([shape.numel() for shape in shapes.values()])
+        return gates, {name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
 
     def _gates_of_layer(self, name: str) -> Tensor | None:
         """The gates of a layer's columns: those of the pass under way, or of one that is repeated to go backward."""

@@ -200,7 +200,7 @@ class PackNet(FrozenPartsMethod):
             packed = {n: p for n, p in trunk.items() if p.requires_grad and p.dim() > 1 and n.endswith("weight")}
             knowledge.owner = {n: torch.full_like(p, FREE, dtype=torch.uint8) for n, p in packed.items()}
         knowledge.owner = {name: owner for name, owner in knowledge.owner.items() if name in trunk}
-        names = {id(p): name for name, p in self.model.named_parameters() if name in knowledge.owner}
+        names = {id(p): name for name, p in trunk.items() if name in knowledge.owner}
         self._packed = [
             PackedWeight(module, key, names[id(p)], p)
             for module in self.model.modules()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
 from agscl.graph.forward import preserve_model_state
-from agscl.heads import HeadPlace, Heads
+from agscl.heads import HeadPlace, Heads, list_parameters
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.hooks import StepHooks
@@ -166,8 +166,8 @@ class Method:
         self._finish_task(batches, forward or self._default_forward)
         plan.detach()
         self.plan = None
-        names = self.heads.tensor_names(plan.task, self.tasks)
-        digest = digest_tensors(self.model.state_dict(), names)
+        head = self.heads.get_head(plan.task, self.tasks).state_dict()
+        digest = digest_tensors(head, list(head))
         self.knowledge.head_digests[plan.task] = digest
         self._check_ranks(plan.task, digest)
         self._record_outputs(plan.task)
@@ -376,14 +376,16 @@ class Method:
 
     def head_outputs(self, x: Any, tasks: Sequence[str] | None = None) -> dict[str, Tensor]:
         """The output on `x` of the heads of `tasks`, by default all learned; a dict head's parts are concatenated."""
-        outputs = {}
+        tasks = self.tasks if tasks is None else tasks
         with preserve_model_state(self.model):
-            for task in self.tasks if tasks is None else tasks:
-                with self.viewing(task):
-                    output = self.call_model(x, task)
-                parts = output.values() if isinstance(output, dict) else [output]
-                outputs[task] = torch.cat([part.flatten(1) for part in parts], 1)
-        return outputs
+            outputs = self.heads.run_on_features(x, tasks)
+            if outputs is None:
+                outputs = {task: self._view_output(x, task) for task in tasks}
+        return {task: _concat_parts(output) for task, output in outputs.items()}
+
+    def _view_output(self, x: Any, task: str) -> Any:
+        with self.viewing(task):
+            return self.call_model(x, task)
 
     def _certified_claims(self) -> dict[str, Any]:
         return {
@@ -432,7 +434,8 @@ class Method:
 
     def check_weights_finite(self) -> None:
         """Raise where training diverged, before the task becomes knowledge."""
-        broken = [n for n, p in self.model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad}
+        broken = [n for n, p in trained.items() if p.is_floating_point() and not bool(p.isfinite().all())]
         if broken:
             raise FloatingPointError(
                 f"Weights of task {self.task!r} are not finite ({', '.join(broken[:3])}): training diverged. The task "
@@ -467,6 +470,11 @@ class Method:
                 "The optimizer holds none of the model's parameters. Was the model copied or moved after the "
                 "optimizer was made? Then make the optimizer again."
             )
+
+
+def _concat_parts(output: Any) -> Tensor:
+    parts = output.values() if isinstance(output, dict) else [output]
+    return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
