@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from agscl import AGSCL, EWC, GPM, HAT, Frozen, LwF, MultiHead, PackNet, Together
+from agscl import AGSCL, EWC, GPM, HAT, TRGP, WSN, Frozen, LwF, MultiHead, PackNet, Together
 from loops import adam, bits, blobs, make, mlp, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -26,6 +26,8 @@ KINDS = {
     "AGS-CL": (AGSCL, {}),
     "LwF": (LwF, {}),
     "GPM": (GPM, {}),
+    "TRGP": (TRGP, {}),
+    "WSN": (WSN, {}),
     "Frozen": (Frozen, {}),
 }
 SWITCHING = ["HAT", "PackNet", "EWC, statistics per task"]  # methods that change the model from task to task

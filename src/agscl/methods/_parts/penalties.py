@@ -193,7 +193,7 @@ def _clip_curvatures(
 def find_protected(method: Method) -> dict[str, nn.Parameter]:
     """All trained weights outside the heads, and a head that all tasks share, by name."""
     heads = set() if method.heads.is_shared else {id(p) for p in method.heads.parameters(method.tasks).values()}
-    named = method.model.named_parameters()
+    named = list_parameters(method.model).items()
     return {name: p for name, p in named if p.requires_grad and id(p) not in heads}
 
 
