@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HeadPlace", "Heads", "MultiHead", "check_task_name", "make_task_names"]
+__all__ = ["HeadPlace", "Heads", "MultiHead", "check_task_name", "list_parameters", "make_task_names"]
 
 Outputs = int | nn.Module | Mapping[str, int | nn.Module]
 HeadPlace = str | Callable[[nn.Module, str], nn.Module]
@@ -40,6 +40,24 @@ def make_task_names(names: Iterable[str]) -> list[str]:
 
 def _add_number(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
+
+
+def list_parameters(module: nn.Module, *, skip: nn.Module | None = None) -> dict[str, nn.Parameter]:
+    """As `dict(module.named_parameters())`, which takes longer for hundreds of heads, but for those within `skip`."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[prefix + name] = parameter
+        for name, child in module._modules.items():
+            if child is not None and child is not skip:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return found
 
 
 class MultiHead(nn.Module):
@@ -112,7 +130,7 @@ class Heads:
 
     def __init__(self, model: nn.Module, place: HeadPlace | None = None) -> None:
         self.model, self.place = model, place
-        self._container: nn.Module | None = None
+        self._container: nn.Module | None = None  # of the heads; None where `place` is a function
         if place is None:
             if not isinstance(model, MultiHead):
                 raise ValueError(
@@ -176,9 +194,13 @@ class Heads:
     def parameters(self, tasks: Sequence[str]) -> dict[str, nn.Parameter]:
         """Parameters of all heads, also of tasks that have not begun, by their name in the model."""
         if self._container is not None:
-            return {f"{self.prefix}.{name}": p for name, p in self._container.named_parameters()}
+            return {f"{self.prefix}.{name}": p for name, p in list_parameters(self._container).items()}
         ids = {id(p) for task in tasks for p in self.get_head(task, tasks).parameters()}
-        return {name: p for name, p in self.model.named_parameters() if id(p) in ids}
+        return {name: p for name, p in list_parameters(self.model).items() if id(p) in ids}
+
+    def list_trunk_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters outside the module that holds the heads, by name; all where that is not known."""
+        return list_parameters(self.model, skip=self._container)
 
     def other_parameters(self, task: str, tasks: Sequence[str]) -> Iterator[nn.Parameter]:
         """Parameters of the heads of every other task."""
@@ -192,7 +214,10 @@ class Heads:
     def tensor_names(self, task: str, tasks: Sequence[str]) -> list[str]:
         """Names, in the model's state_dict, of the tensors of the head of `task`."""
         head = self.get_head(task, tasks)
-        prefix = next(name for name, module in self.model.named_modules() if module is head)
+        if isinstance(self._container, nn.ModuleDict):
+            prefix = f"{self.prefix}.{task}"
+        else:
+            prefix = next(name for name, module in self.model.named_modules() if module is head)
         return [f"{prefix}.{name}" for name in head.state_dict()]
 
     # Calling the model for a task ------------------------------------------------------------------------------------
@@ -200,6 +225,8 @@ class Heads:
     @property
     def task_position(self) -> int | None:
         """Which argument of the model's forward pass is the task: the one of that name, or the second if required."""
+        if type(self.model).forward is MultiHead.forward and "forward" not in vars(self.model):
+            return 1  # an old task is asked for often, and signatures take long
         parameters = list(inspect.signature(self.model.forward).parameters.values())
         for position, parameter in enumerate(parameters):
             if parameter.name == "task":
@@ -231,14 +258,35 @@ class Heads:
                 return model(*before, list(tasks).index(task), *after)
             raise
 
+    def run_on_features(self, x: Any, tasks: Sequence[str]) -> dict[str, Any] | None:
+        """Outputs of the heads of `tasks`, with the trunk run once; None where each needs a pass of the whole model.
+
+        That is so but for a `MultiHead` on which nothing acts (gates, masks), whose heads are linear layers.
+        """
+        model = self.model
+        if type(model) is not MultiHead or "forward" in vars(model) or model._forward_hooks or model._forward_pre_hooks:
+            return None
+        heads = {task: self.get_head(task, tasks) for task in tasks}
+        parts = {
+            task: list(head.values()) if isinstance(head, nn.ModuleDict) else [head] for task, head in heads.items()
+        }
+        if isinstance(x, tuple) or not all(type(part) is nn.Linear for some in parts.values() for part in some):
+            return None
+        features = model.trunk(x)
+        outputs = {task: [model.run_head(part, features) for part in some] for task, some in parts.items()}
+        return {
+            task: dict(zip(head, outputs[task], strict=True)) if isinstance(head, nn.ModuleDict) else outputs[task][0]
+            for task, head in heads.items()
+        }
+
     def task_of_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: str | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: Callable[[], str | None]
     ) -> str | None:
-        """The task, one of `tasks`, that a call of the model is for: `default` where it names none."""
+        """The task, one of `tasks`, that a call of the model is for: `default()` where it names none."""
         position = self.task_position
         argument = args[position] if position is not None and position < len(args) else kwargs.get("task")
         if isinstance(argument, str):
             return argument if argument in tasks else None
         if self.is_list and isinstance(argument, int) and 0 <= argument < len(tasks):
             return tasks[argument]
-        return default
+        return default()

@@ -93,8 +93,8 @@ class Silent(LwF):
 
 
 class Blind(PackNet):
-    def _show_task(self, task: str | None) -> list[Any]:
-        return []
+    def _show_task(self, *given: Any) -> None:
+        pass
 
 
 class Unmasked(WSN):

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from agscl.heads import MultiHead
+
 __all__ = ["ReLUWatcher", "preserve_model_state"]
 
 _RELUS = {F.relu, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
@@ -22,18 +24,28 @@ _CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
 
 @contextmanager
 def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[None]:
-    """Put `model` into eval (or train) mode; modes, buffers and random states are restored at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Put `model` into eval (or train) mode; modes, buffers and random states are restored at the end.
+
+    Linear heads, of which there may be hundreds, compute the same in both modes and are left as they are.
+    """
+    parts = [model]
+    if type(model) is MultiHead:
+        parts = [model.trunk, *(head for head in model.heads.values() if type(head) is not nn.Linear)]
+    modes = [(model, model.training), *((module, module.training) for part in parts for module in part.modules())]
+    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    model.train(train)
+    cuda = torch.cuda.is_initialized()
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"} if cuda else set()
+    model.training = train
+    for part in parts:
+        part.train(train)
     try:
         with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
             yield
     finally:
         for module, training in modes:
-            module.training = training
+            if module.training is not training:
+                module.training = training
         with torch.no_grad():
             for buffer, saved in buffers:
                 buffer.copy_(saved)

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from agscl.graph.probing import LAYERS, ExpectedGroups, NodeGraphError, NodeProbe, NodeTrace, ProbePoint, column_dim
-from agscl.heads import HeadPlace, Heads, MultiHead
+from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
 
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
 
@@ -443,10 +443,10 @@ class NodeGraph:
         head = self.heads.get_head(task, tasks)
         if self.has_head(head):
             return
+        if self._add_linear_head(task, head):
+            return
         self._head_names = self._find_head_names()
         self._reader_only_layers = self._find_reader_only_layers()
-        if self._add_linear_head(head):
-            return
         sources = [n for n, readers in self.readers_of.items() if any(self.readers[r].is_head for r in readers)]
         probe = self._probe(task)
         self._called_layers |= set(probe.outputs)
@@ -465,7 +465,7 @@ class NodeGraph:
         if not self.has_head(head):
             raise ValueError(f"The forward pass for task {task!r} does not run its head. Check heads=.")
 
-    def _add_linear_head(self, head: nn.Module) -> bool:
+    def _add_linear_head(self, task: str, head: nn.Module) -> bool:
         """Add a head that is one or several linear layers of a `MultiHead`: all of these read the trunk's features."""
         layers = list(head.values()) if isinstance(head, nn.ModuleDict) else [head]
         if self.features is None or type(self.model) is not MultiHead:
@@ -475,9 +475,10 @@ class NodeGraph:
                 linear(torch.zeros(1, len(self.features), dtype=linear.weight.dtype, device=linear.weight.device))
         if not all(_is_plain_linear(linear) and linear.in_features == len(self.features) for linear in layers):
             return False
-        names = {id(module): name for name, module in self._reader_only_layers.items()}
-        for linear in layers:
-            name = names[id(linear)]
+        for name, linear in head.named_modules(prefix=f"heads.{task}"):
+            if linear not in layers:
+                continue
+            self._reader_only_layers[name] = linear
             self.readers[name] = Reader(name, linear, self.features, is_head=True)
             for layer, count in self._feature_columns.items():
                 self.readers_of[layer][name] = count
@@ -512,12 +513,8 @@ class NodeGraph:
 
     def has_head(self, head: nn.Module) -> bool:
         """Whether it is known which nodes `head` reads."""
-        module_ids = {id(module) for module in head.modules()}
-        return any(
-            id(self._reader_only_layers[name]) in module_ids
-            for name in self._called_layers
-            if name in self._reader_only_layers
-        )
+        called = {id(self._reader_only_layers.get(name)) for name in self._called_layers}
+        return any(id(module) in called for module in head.modules())
 
     def find_unfrozen(self) -> list[str]:
         """Names of trained parameters outside nodes, norms, heads and excluded modules: unfrozen since the graph was
@@ -525,7 +522,7 @@ class NodeGraph:
         node_parameters = {id(p) for _, p, _ in self.incoming_parameters()}
         return [
             name
-            for name, p in self.model.named_parameters()
+            for name, p in (self.heads.list_trunk_parameters() if self.heads else list_parameters(self.model)).items()
             if p.requires_grad
             and id(p) not in node_parameters
             and not self._is_head_or_excluded(holder := name.rpartition(".")[0])

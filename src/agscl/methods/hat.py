@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.local_tensors import PerThread, View, make_key, restore_plain_dicts
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.own_steps import compute_step
@@ -95,7 +96,6 @@ class HATPlan(NodePlan):
     # Embedding and protected weights ---------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        self.method.remove_gated_weights()
         super().attach()
         if self.embedding is None:
             generator = torch.Generator().manual_seed(self.method.config.seed * 1009 + len(self.method.tasks))
@@ -280,11 +280,11 @@ class HAT(NodeMethod):
 
     def __init__(self, model: nn.Module, example_input: Any = None, **options: Any) -> None:
         self._gate_hooks: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}  # by reader
-        self._gated: dict[str, tuple[nn.Module, nn.Parameter]] = {}  # layers run gated, and their weights
+        self._gated = View()  # the weight of the layer that runs
         self._columns: dict[str, Tensor] = {}  # per reader, the group that each weight reads
-        self._trunk_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, concatenated
-        self._pass_task: str | None = None  # the task of the forward pass under way,
-        self._pass_gates: Gates | None = None  # and its gates
+        self._trunk_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, concatenated,
+        self._trunk_shapes: dict[str, torch.Size] = {}  # and their shapes
+        self._pass_gates = PerThread()  # those of the forward pass under way
         self._last_gates: Gates | None = None  # of the last pass that may go backward
         self._gates_off = False
         super().__init__(model, example_input, **options)
@@ -336,7 +336,7 @@ class HAT(NodeMethod):
     @contextmanager
     def _without_gates(self) -> Iterator[None]:
         """While the graph is probed, no gate changes what is read."""
-        self.remove_gated_weights()
+        self._gated.clear()
         self._gates_off = True
         try:
             yield
@@ -345,47 +345,52 @@ class HAT(NodeMethod):
 
     def _register_gates(self) -> None:
         """Hook every layer that reads nodes, heads included, which has no hook yet."""
-        readers = self.graph.readers.items()
-        self._columns = {name: reader.source_groups().to(self.knowledge.used.device) for name, reader in readers}
-        trunk = [self._columns[name].flatten() for name, reader in readers if not reader.is_head]
-        self._trunk_columns = torch.cat(trunk) if trunk else self._trunk_columns
-        for name, reader in readers:
+        readers, device = self.graph.readers, self.knowledge.used.device
+        known = self._columns if self._trunk_columns.device == device else {}
+        self._columns = {
+            name: known[name] if name in known else reader.source_groups().to(device)
+            for name, reader in readers.items()
+        }
+        trunk = {name: columns for name, columns in self._columns.items() if not readers[name].is_head}
+        self._trunk_shapes = {name: columns.shape for name, columns in trunk.items()}
+        self._trunk_columns = torch.cat(
+            [self._trunk_columns.new_empty(0, device=device), *map(torch.flatten, trunk.values())]
+        )
+        for name, reader in readers.items():
             if name not in self._gate_hooks:
                 self._gate_hooks[name] = (
                     reader.module.register_forward_pre_hook(partial(self._gate_weight, name)),
-                    reader.module.register_forward_hook(partial(self._restore_weight, name), always_call=True),
+                    reader.module.register_forward_hook(self._ungate_weight, always_call=True),
                 )
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note which task a forward pass is for, and compute its gates."""
+        """Compute the gates of the task that a forward pass is for."""
         if self._gates_off:
             return
-        self.remove_gated_weights()
-        self._pass_task = self.task_of_call(args, kwargs)
-        self._pass_gates = self._compute_pass_gates()
+        gates = self._compute_pass_gates(self.task_of_call(args, kwargs))
+        self._pass_gates.set(gates)
         if torch.is_grad_enabled():
-            self._last_gates = self._pass_gates
+            self._last_gates = gates
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._gates_off:
-            self._pass_task = self._pass_gates = None
+        self._pass_gates.clear()
 
     def forget_last_pass(self) -> None:
         """The last forward pass will not go backward any more."""
         self._last_gates = None
 
-    def _compute_pass_gates(self) -> Gates | None:
+    def _compute_pass_gates(self, task: str | None) -> Gates | None:
         """All gates at once, which takes a fraction of the kernels of layer by layer."""
-        if self._graph is None or (gates := self._current_gates()) is None:
+        if self._graph is None or (gates := self._current_gates(task)) is None:
             return None
-        parts = {name: columns for name, columns in self._columns.items() if not self.graph.readers[name].is_head}
-        pieces = gates[self._trunk_columns].split([columns.numel() for columns in parts.values()])
-        return gates, {name: piece.view(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
+        shapes = self._trunk_shapes
+        pieces = gates[self._trunk_columns].split([shape.numel() for shape in shapes.values()])
+        return gates, {name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
 
     def _gates_of_layer(self, name: str) -> Tensor | None:
         """The gates of a layer's columns: those of the pass under way, or of one that is repeated to go backward."""
         backward = torch._C._current_graph_task_id() != -1
-        pass_gates = self._last_gates if backward and self._pass_gates is None else self._pass_gates
+        pass_gates = self._pass_gates.get() or (self._last_gates if backward else None)
         if not self._gates_off and pass_gates is not None:
             gates, by_layer = pass_gates
             return by_layer[name] if name in by_layer else gates[self._columns[name]]
@@ -393,27 +398,18 @@ class HAT(NodeMethod):
 
     def _gate_weight(self, name: str, module: nn.Module, args: Any) -> None:
         """Let a layer run with each column of its weight times the gate of the node the column reads."""
-        self._restore_weight(name)
+        self._gated.clear()  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
         if (gates := self._gates_of_layer(name)) is not None:
-            weight = module._parameters["weight"]
+            key, weight = make_key(module, "_parameters", "weight"), module._parameters["weight"]
             assert weight is not None
-            self._gated[name] = module, weight
-            gated = weight * gates.to(weight.dtype)
-            module._parameters["weight"] = gated  # type: ignore[assignment]
+            self._gated.show({key: weight * gates.to(weight.dtype)})
 
-    def _restore_weight(self, name: str, *_: Any) -> None:
-        if name in self._gated:
-            layer, weight = self._gated.pop(name)
-            layer._parameters["weight"] = weight
+    def _ungate_weight(self, *_: Any) -> None:
+        self._gated.clear()
 
-    def remove_gated_weights(self) -> None:
-        """Restore weights that an interrupted forward pass (Ctrl-C) left gated: torch calls no hook then."""
-        for name in list(self._gated):
-            self._restore_weight(name)
-
-    def _current_gates(self) -> Tensor | None:
+    def _current_gates(self, task: str | None = None) -> Tensor | None:
         """(groups + 1,) the gates in force, 1 at the end for columns that read no node; None where there are none."""
-        task = self._pass_task or self._viewed_task or self.task or (self.tasks[-1] if self.tasks else None)
+        task = task or self._default_task()
         if self._gates_off or task is None:
             return None
         if task == self.task and self.model.training:
@@ -491,25 +487,21 @@ class HAT(NodeMethod):
         `sparsity`, the share of free ones; `binary`, the share of its gates that are exactly 0 or 1."""
         return super().statistics()
 
-    def state_dict(self) -> dict[str, Any]:
-        self.remove_gated_weights()
-        return super().state_dict()
-
     def __getstate__(self) -> dict[str, Any]:
         """What is copied with a model: not the gates of a pass that is still to go backward."""
-        return {**vars(self), "_pass_gates": None, "_last_gates": None}
+        return {**vars(self), "_last_gates": None}
 
     def _check_group_count(self, state: Mapping[str, Any]) -> None:
         self._require_group_count(len(state["used"]))
 
     def close(self) -> None:
         super().close()
-        self.remove_gated_weights()
         for handle in itertools.chain(self._model_hooks, *self._gate_hooks.values()):
             handle.remove()
         self._gate_hooks = {}
         if self._graph is not None:
             self._frozen_norms.close()
+            restore_plain_dicts(reader.module for reader in self.graph.readers.values())
 
 
 def _compute_gates(s: float | Tensor, embedding: Tensor) -> Tensor:

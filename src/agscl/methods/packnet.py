@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
+from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
@@ -110,7 +111,6 @@ class PackNetPlan(FrozenPartsPlan):
             )
 
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        self.method.restore_shown_weights()
         if not self.is_pruned:  # a layer may be left out of some steps
             noted = set(self.trained_names)
             weights = self.method.packed_parameters().items()
@@ -179,7 +179,7 @@ class PackNet(FrozenPartsMethod):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._packed: list[PackedWeight] = []
-        self._replaced: list[list[PackedWeight]] = []  # what forward passes under way put weights in place of
+        self._viewing, self._pass = View(), View()  # the weights within `viewing`, and of a forward pass under way
         self._handles = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
@@ -194,13 +194,13 @@ class PackNet(FrozenPartsMethod):
 
     def find_packed_weights(self) -> None:
         """Find which weights are packed, and which modules use them."""
-        self.restore_shown_weights()
+        self._pass.clear()  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
         trunk, knowledge = self.find_trunk_parameters(), self.knowledge
         if not knowledge.owner:
             packed = {n: p for n, p in trunk.items() if p.requires_grad and p.dim() > 1 and n.endswith("weight")}
             knowledge.owner = {n: torch.full_like(p, FREE, dtype=torch.uint8) for n, p in packed.items()}
         knowledge.owner = {name: owner for name, owner in knowledge.owner.items() if name in trunk}
-        names = {id(p): name for name, p in self.model.named_parameters() if name in knowledge.owner}
+        names = {id(p): name for name, p in trunk.items() if name in knowledge.owner}
         self._packed = [
             PackedWeight(module, key, names[id(p)], p)
             for module in self.model.modules()
@@ -241,46 +241,39 @@ class PackNet(FrozenPartsMethod):
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
         with super().viewing(task):
-            replaced = self._show_task(task)
+            self._show_task(self._viewing, task)
             try:
                 yield
             finally:
-                _set_weights(replaced)
+                self._viewing.clear()
+        if (outer := self._viewed_task) is not None:
+            self._show_task(self._viewing, outer)
 
-    def _show_task(self, task: str | None) -> list[PackedWeight]:
-        """Replace the model's weights: those of `task` and earlier ones stay, others are 0. Returns the replaced ones.
+    def _show_task(self, view: View, task: str | None) -> None:
+        """Let this thread read the weights of `task` and of earlier ones, and 0 in place of all others.
 
         The newest task needs no mask: what it does not use is zero already, or in training.
         """
-        replacements = self._packed
+        weights = self.packed_parameters()
         if task is not None and task != self.tasks[-1]:
-            number = self.tasks.index(task) + 1
-            masked: dict[str, nn.Parameter] = {}
-            for name, parameter in self.packed_parameters().items():
-                owner = self.knowledge.owner[name]
-                visible = (owner != FREE) & (owner <= number)
-                masked[name] = nn.Parameter(parameter.detach().masked_fill(~visible, 0.0), requires_grad=False)
-            replacements = [weight._replace(parameter=masked[weight.name]) for weight in self._packed]
-        before = [w._replace(parameter=w.module._parameters[w.key]) for w in replacements]  # type: ignore[arg-type]
-        _set_weights(replacements)
-        return before
+            number, owners = self.tasks.index(task) + 1, self.knowledge.owner
+            visible = {name: (owners[name] != FREE) & (owners[name] <= number) for name in weights}
+            masked = {name: weight.detach().masked_fill(~visible[name], 0.0) for name, weight in weights.items()}
+            weights = {name: nn.Parameter(weight, requires_grad=False) for name, weight in masked.items()}
+        elif not self._viewing.is_shown:
+            weights = {}
+        places = (packed for packed in self._packed if packed.name in weights)
+        view.show({make_key(module, "_parameters", key): weights[name] for module, key, name, _ in places})
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore_shown_weights()
-        self._replaced.append(self._show_task(self.task_of_call(args, kwargs)))
+        self._show_task(self._pass, self.task_of_call(args, kwargs))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._replaced:
-            _set_weights(self._replaced.pop())
-
-    def restore_shown_weights(self) -> None:
-        """Restore weights that an interrupted forward pass (Ctrl-C) left replaced: torch calls no hook then."""
-        while self._replaced:
-            _set_weights(self._replaced.pop())
+        self._pass.clear()
 
     def close(self) -> None:
         super().close()
-        self.restore_shown_weights()
+        restore_plain_dicts(packed.module for packed in self._packed)
         for handle in self._handles:
             handle.remove()
 
@@ -295,16 +288,7 @@ class PackNet(FrozenPartsMethod):
         """Of the last task: `owned`, the weights it keeps; `free`, those left for later tasks, and their share."""
         return super().statistics()
 
-    def state_dict(self) -> dict[str, Any]:
-        self.restore_shown_weights()
-        return super().state_dict()
-
     def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
         super()._load_knowledge(state, task)
         if self.tasks:
             self.find_packed_weights()
-
-
-def _set_weights(weights: list[PackedWeight]) -> None:
-    for module, key, _, parameter in weights:
-        module._parameters[key] = parameter

@@ -268,7 +268,8 @@ class WSN(FrozenPartsMethod):
             return forward(*args, **kwargs)
         task = self.task or (self.tasks[-1] if self.tasks else None) if shown is None else shown.task
         if module is self.model:
-            task = self.heads.task_of_call(args, kwargs, self.tasks, task)
+            default = task
+            task = self.heads.task_of_call(args, kwargs, self.tasks, lambda: default)
         with self._showing(Shown(task, is_running=True)):
             if task is None or (task not in self.knowledge.masks and self.plan is None):
                 return forward(*args, **kwargs)

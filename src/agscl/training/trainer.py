@@ -307,7 +307,8 @@ class Trainer:
 
     def _measure_accuracies(self, learned: int, valid: bool = False) -> list[float]:
         """The accuracy on each of the first `learned` tasks, on their test or their validation examples."""
-        accuracies = torch.stack([self._accuracy(self.task_at(index), valid) for index in range(learned)])
+        with self._eval_mode(), self.autocast():
+            accuracies = torch.stack([self._accuracy(self.task_at(index), valid) for index in range(learned)])
         return accuracies.tolist()
 
     def _accuracy(self, task: Task, valid: bool) -> Tensor:
@@ -315,10 +316,9 @@ class Trainer:
         assert inputs is not None
         assert labels is not None
         correct = torch.zeros((), device=self.device, dtype=torch.float64)
-        with self._eval_mode(), self.autocast():
-            for x, y in zip(inputs.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
-                output = self.model(self.to_memory_format(task.prepare_inputs(x)), task.name)
-                correct += (output.argmax(1) == y).sum()
+        for x, y in zip(inputs.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
+            output = self.model(self.to_memory_format(task.prepare_inputs(x)), task.name)
+            correct += (output.argmax(1) == y).sum()
         return correct / len(labels)
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from agscl.graph.nodes import NodeGraph
+from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
 
 __all__ = [
     "ChannelFreezer",
@@ -61,7 +62,7 @@ class TaskStatisticsSwitcher:
     """Switches BatchNorms to a task's own running statistics while the model runs for that task.
 
     `task_of(args, kwargs)` returns the task that a call of the model is for; a task without stored statistics uses
-    those in the model. Buffers are exchanged, not overwritten: autograd may have saved them.
+    those in the model.
     """
 
     def __init__(
@@ -73,9 +74,7 @@ class TaskStatisticsSwitcher:
         self.norms = dict(norms)
         self.statistics: dict[str, dict[str, Tensor]] = {}
         self._task_of = task_of
-        self._replaced: list[
-            list[dict[str, Tensor | None]] | None
-        ] = []  # buffers exchanged by the calls under way; None: none
+        self._view = View()
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -98,26 +97,15 @@ class TaskStatisticsSwitcher:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        restore_plain_dicts(self.norms.values())
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        while self._replaced:  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
-            self._restore_buffers()
-        stored = self.statistics.get(self._task_of(args, kwargs) or "")
-        if stored is None:
-            self._replaced.append(None)
-            return
-        self._replaced.append([{key: norm._buffers[key] for key in _STATISTICS} for norm in self.norms.values()])
-        for name, norm in self.norms.items():
-            norm._buffers.update({key: stored[f"{name}.{key}"] for key in _STATISTICS})
+        stored = self.statistics.get(self._task_of(args, kwargs) or "", {})
+        places = ((name, norm, key) for name, norm in self.norms.items() if stored for key in _STATISTICS)
+        self._view.show({make_key(norm, "_buffers", key): stored[f"{name}.{key}"] for name, norm, key in places})
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._replaced:
-            self._restore_buffers()
-
-    def _restore_buffers(self) -> None:
-        if (buffers_before := self._replaced.pop()) is not None:
-            for norm, buffers in zip(self.norms.values(), buffers_before, strict=True):
-                norm._buffers.update(buffers)
+        self._view.clear()
 
 
 class ChannelFreezer:
@@ -146,11 +134,11 @@ class ChannelFreezer:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Let the forward pass update copies: autograd may have saved the buffers themselves."""
         if self._replaced is not None:  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
-            module._buffers.update(running_mean=self._replaced[0], running_var=self._replaced[1])
+            _set_statistics(module, *self._replaced)
             self._replaced = None
         if module.training:
-            self._replaced = module._buffers["running_mean"], module._buffers["running_var"]  # type: ignore[assignment]
-            module._buffers.update(running_mean=self._replaced[0].clone(), running_var=self._replaced[1].clone())  # type: ignore[index]
+            mean, var = self._replaced = _get_statistics(module)
+            _set_statistics(module, mean.clone(), var.clone())
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor | None
@@ -158,10 +146,11 @@ class ChannelFreezer:
         if self._replaced is None:
             return None
         (mean, var), self._replaced = self._replaced, None
+        new_mean, new_var = _get_statistics(module)
         with torch.no_grad():
-            mean.copy_(torch.where(self.frozen_channels, self.frozen_mean, module._buffers["running_mean"]))  # type: ignore[arg-type]
-            var.copy_(torch.where(self.frozen_channels, self.frozen_var, module._buffers["running_var"]))  # type: ignore[arg-type]
-        module._buffers.update(running_mean=mean, running_var=var)
+            mean.copy_(torch.where(self.frozen_channels, self.frozen_mean, new_mean))
+            var.copy_(torch.where(self.frozen_channels, self.frozen_var, new_var))
+        _set_statistics(module, mean, var)
         if output is None:  # the forward pass failed
             return None
         channels = (1, -1, *[1] * (output.dim() - 2))
@@ -177,15 +166,23 @@ class ChannelFreezer:
 
     def _run_frozen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run a subclass that overrides forward (say, with an activation inside) with the frozen statistics."""
-        module, before = self.module, dict(self.module._buffers)
-        module._buffers.update(running_mean=self.frozen_mean, running_var=self.frozen_var)
+        module, before = self.module, _get_statistics(self.module)
+        _set_statistics(module, self.frozen_mean, self.frozen_var)
         module.training = False
         try:
             output: Tensor = type(module).forward(module, *args, **kwargs)
             return output
         finally:
             module.training = True
-            module._buffers.update(before)
+            _set_statistics(module, *before)
+
+
+def _get_statistics(module: nn.Module) -> tuple[Tensor, Tensor]:
+    return module._buffers["running_mean"], module._buffers["running_var"]  # type: ignore[return-value]
+
+
+def _set_statistics(module: nn.Module, mean: Tensor, var: Tensor) -> None:
+    module._buffers["running_mean"], module._buffers["running_var"] = mean, var
 
 
 class NodeNormFreezer:

@@ -55,7 +55,10 @@ class GroupDigests:
         return torch.tensor([old != new for old, new in zip(self.weights, weights, strict=True)])
 
     def _compute(self) -> tuple[list[str], list[str]]:
-        tensors, layout = self.model.state_dict(), self.layout
+        layout = self.layout
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in layout.rows)
+        states = {name: self.model.get_submodule(name).state_dict() for name in modules}
+        tensors = {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
         weights = digest_groups(tensors, layout.parameters, layout.size)
         return weights, digest_groups(tensors, layout.rows, layout.size) if layout.statistics else weights
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from agscl.heads import list_parameters
 from agscl.methods._parts.batchnorm import StatisticsFreezer, find_batchnorms
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.plan import Plan
@@ -28,8 +29,8 @@ class FrozenPartsPlan(Plan):
         if len(method.tasks) == 1:
             return
         self.freeze(p for name, p in method.find_trunk_parameters().items() if method.is_frozen(name))
-        heads = method.heads.modules(method.tasks)
         norms = find_batchnorms(method.model)
+        heads = method.heads.modules(method.tasks) if norms else set()
         self._frozen_norms = StatisticsFreezer({name: norm for name, norm in norms.items() if id(norm) not in heads})
 
     def detach(self) -> None:
@@ -51,4 +52,4 @@ class FrozenPartsMethod(Method):
     def find_trunk_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter outside the heads, by its name in the model."""
         heads = {id(p) for p in self.heads.parameters(self.tasks).values()}
-        return {name: p for name, p in self.model.named_parameters() if id(p) not in heads}
+        return {name: p for name, p in list_parameters(self.model).items() if id(p) not in heads}

@@ -63,6 +63,8 @@ def load_attributes(owner: Any, state: Mapping[str, Any], device: torch.device) 
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, str | int | float | None):
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, torch.Generator):

@@ -6,7 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
 from agscl.graph.forward import preserve_model_state
-from agscl.heads import HeadPlace, Heads
+from agscl.heads import HeadPlace, Heads, list_parameters
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.hooks import StepHooks
@@ -29,6 +31,9 @@ __all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
 
 Forward = Callable[[Any], Any]
 Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
+
+_viewed_tasks: ContextVar[Mapping[int, str]] = ContextVar("viewed tasks", default=MappingProxyType({}))
+"""By id of the method; each thread, and each coroutine, has its own."""
 
 
 class SelfCheckWarning(UserWarning):
@@ -72,7 +77,6 @@ class Method:
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
         self.plan: plans.Plan | None = None  # of the task under way
-        self._viewed_task: str | None = None
 
     @property
     def tasks(self) -> list[str]:
@@ -162,8 +166,8 @@ class Method:
         self._finish_task(batches, forward or self._default_forward)
         plan.detach()
         self.plan = None
-        names = self.heads.tensor_names(plan.task, self.tasks)
-        digest = digest_tensors(self.model.state_dict(), names)
+        head = self.heads.get_head(plan.task, self.tasks).state_dict()
+        digest = digest_tensors(head, list(head))
         self.knowledge.head_digests[plan.task] = digest
         self._check_ranks(plan.task, digest)
         self._record_outputs(plan.task)
@@ -178,14 +182,21 @@ class Method:
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
-        """Run the model as it was learned for `task` (gates, masks); not needed where a call of the model names it."""
+        """Run the model as it was learned for `task` (gates, masks); not needed where a call of the model names it.
+
+        Only this thread sees it so: each may look at a task of its own.
+        """
         if task not in self.tasks:
             raise ValueError(f"Task {task!r} has not begun. Tasks so far: {', '.join(self.tasks) or 'none'}.")
-        self._viewed_task, before = task, self._viewed_task
+        before = _viewed_tasks.set({**_viewed_tasks.get(), id(self): task})
         try:
             yield
         finally:
-            self._viewed_task = before
+            _viewed_tasks.reset(before)
+
+    @property
+    def _viewed_task(self) -> str | None:
+        return _viewed_tasks.get().get(id(self))
 
     def add_penalty_gradients(self) -> None:
         """Add the penalties' gradients now, before the loop clips gradients; the next step will not add them again."""
@@ -365,14 +376,16 @@ class Method:
 
     def head_outputs(self, x: Any, tasks: Sequence[str] | None = None) -> dict[str, Tensor]:
         """The output on `x` of the heads of `tasks`, by default all learned; a dict head's parts are concatenated."""
-        outputs = {}
+        tasks = self.tasks if tasks is None else tasks
         with preserve_model_state(self.model):
-            for task in self.tasks if tasks is None else tasks:
-                with self.viewing(task):
-                    output = self.call_model(x, task)
-                parts = output.values() if isinstance(output, dict) else [output]
-                outputs[task] = torch.cat([part.flatten(1) for part in parts], 1)
-        return outputs
+            outputs = self.heads.run_on_features(x, tasks)
+            if outputs is None:
+                outputs = {task: self._view_output(x, task) for task in tasks}
+        return {task: _concat_parts(output) for task, output in outputs.items()}
+
+    def _view_output(self, x: Any, task: str) -> Any:
+        with self.viewing(task):
+            return self.call_model(x, task)
 
     def _certified_claims(self) -> dict[str, Any]:
         return {
@@ -393,8 +406,10 @@ class Method:
 
     def task_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
-        default = self._viewed_task or self.task or (self.tasks[-1] if self.tasks else None)
-        return self.heads.task_of_call(args, kwargs, self.tasks, default)
+        return self.heads.task_of_call(args, kwargs, self.tasks, self._default_task)
+
+    def _default_task(self) -> str | None:
+        return self._viewed_task or self.task or (self.tasks[-1] if self.tasks else None)
 
     def warn_once(self, key: str, message: str) -> None:
         """Warn the user, once for each `key` in the life of the method."""
@@ -419,7 +434,8 @@ class Method:
 
     def check_weights_finite(self) -> None:
         """Raise where training diverged, before the task becomes knowledge."""
-        broken = [n for n, p in self.model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad}
+        broken = [n for n, p in trained.items() if p.is_floating_point() and not bool(p.isfinite().all())]
         if broken:
             raise FloatingPointError(
                 f"Weights of task {self.task!r} are not finite ({', '.join(broken[:3])}): training diverged. The task "
@@ -454,6 +470,11 @@ class Method:
                 "The optimizer holds none of the model's parameters. Was the model copied or moved after the "
                 "optimizer was made? Then make the optimizer again."
             )
+
+
+def _concat_parts(output: Any) -> Tensor:
+    parts = output.values() if isinstance(output, dict) else [output]
+    return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -143,7 +143,7 @@ class NodeMethod(Method):
         tensors = [argument for argument in example if isinstance(argument, Tensor)]
         if len(tensors) != 1 or example[0] is not tensors[0] or not tensors[0].is_floating_point():
             return tuple(a.to(device) if isinstance(a, Tensor) else a for a in example), None
-        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        kinds = {p.dtype for p in self.heads.list_trunk_parameters().values() if p.is_floating_point()}
         dtype = kinds.pop() if len(kinds) == 1 else tensors[0].dtype
         batch = ProbeOutputs.draw_batch([PROBE_SIZE, *tensors[0].shape[1:]], PROBE_SEED).to(device, dtype)
         return batch if len(example) == 1 else (batch, *example[1:]), PROBE_SEED

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.heads import HeadPlace
+from agscl.heads import HeadPlace, list_parameters
 from agscl.methods._parts.batchnorm import StatisticsFreezer, TaskStatisticsSwitcher, find_batchnorms
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward, Method
@@ -193,7 +193,7 @@ def _clip_curvatures(
 def find_protected(method: Method) -> dict[str, nn.Parameter]:
     """All trained weights outside the heads, and a head that all tasks share, by name."""
     heads = set() if method.heads.is_shared else {id(p) for p in method.heads.parameters(method.tasks).values()}
-    named = method.model.named_parameters()
+    named = list_parameters(method.model).items()
     return {name: p for name, p in named if p.requires_grad and id(p) not in heads}
 
 
@@ -226,8 +226,9 @@ class WeightMethod(Method):
 
     def find_trunk_norms(self) -> dict[str, Any]:
         """The BatchNorms outside the heads, or all where tasks share a head."""
-        heads = set() if self.heads.is_shared else self.heads.modules(self.tasks)
-        return {name: norm for name, norm in find_batchnorms(self.model).items() if id(norm) not in heads}
+        norms = find_batchnorms(self.model)
+        heads = set() if self.heads.is_shared or not norms else self.heads.modules(self.tasks)
+        return {name: norm for name, norm in norms.items() if id(norm) not in heads}
 
     def switch_statistics_by_task(self) -> None:
         """With batchnorm="per_task", run each task with its own statistics from now on."""
@@ -247,7 +248,7 @@ class WeightMethod(Method):
     def _sum_weighted_distances(self) -> Tensor:
         """Σ importance·(θ − anchor)²"""
         importances = self._current_importances()
-        parameters = dict(self.model.named_parameters())
+        parameters = list_parameters(self.model)
         total = next(self.model.parameters()).new_zeros((), dtype=torch.float64)
         if importances is not None and not importances:
             return total
@@ -370,7 +371,7 @@ class WeightMethod(Method):
         return super().statistics()
 
     def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
-        parameters = dict(self.model.named_parameters())
+        parameters = list_parameters(self.model)
         for table in (value for key, value in state.items() if key in ("importances", "anchors", "fisher", "score")):
             for name, tensor in table.items():
                 if name not in parameters or parameters[name].shape != tensor.shape:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from agscl.heads import list_parameters
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.knowledge import load_attributes, save_attributes
 
@@ -51,9 +52,10 @@ class Plan:
     def attach(self) -> None:
         """Hook the optimizers, give them the new head, freeze the other heads."""
         method = self.method
-        self._add_head_to_optimizer()
+        names = {id(p): name for name, p in list_parameters(method.model).items()}
+        self._add_head_to_optimizer(names)
         self._average_head()
-        method.knowledge.parameter_order = self._list_parameter_order()
+        method.knowledge.parameter_order = self._list_parameter_order(names)
         if not method.heads.is_shared:
             self.freeze(method.heads.other_parameters(self.task, method.tasks))
         for optimizer in self.optimizers:
@@ -79,14 +81,13 @@ class Plan:
         for group, parameter in self._added_parameters:
             remove_parameter(group, parameter)
 
-    def _add_head_to_optimizer(self) -> None:
+    def _add_head_to_optimizer(self, names: Mapping[int, str]) -> None:
         """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
         heads, tasks = self.method.heads, self.method.tasks
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         trained = {id(p) for group in groups for p in group["params"]}
-        head_ids = {id(p) for p in heads.parameters(tasks).values()}
+        head_ids = {id(p) for p in heads.parameters(tasks).values()} if len(groups) > 1 else set()
         target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
-        names = {id(p): name for name, p in self.method.model.named_parameters()}
         for parameter in heads.get_head(self.task, tasks).parameters():
             if id(parameter) not in trained:
                 self._add_to_group(target, parameter, names[id(parameter)])
@@ -107,9 +108,8 @@ class Plan:
                 dist.broadcast(parameter.detach(), 0)
                 self._averaged.append(parameter)
 
-    def _list_parameter_order(self) -> list[list[list[str]]]:
+    def _list_parameter_order(self, names: Mapping[int, str]) -> list[list[list[str]]]:
         """Per optimizer and group, the names of the parameters in their order, by which torch saves their moments."""
-        names = {id(p): name for name, p in self.method.model.named_parameters()}
         groups = [optimizer.param_groups for optimizer in self.optimizers]
         return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from agscl.certificate import ProbeOutputs, digest_tensors
+from agscl.heads import MultiHead
 
 __all__ = ["compare_outputs", "record_outputs"]
 
@@ -59,7 +60,8 @@ def _make_key(inputs: Any, model: nn.Module) -> str:
     """A digest of the inputs and of all that the bits of a forward pass depend on beside the weights."""
     tensors = {str(number): leaf for number, leaf in enumerate(tree_leaves(inputs)) if isinstance(leaf, Tensor)}
     shapes = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors.values()]
-    environment: dict[str, Any] = ProbeOutputs.describe_environment(next(iter(tensors.values())), model)
+    weights = model.trunk if isinstance(model, MultiHead) else model  # heads, maybe hundreds, lie as their trunk does
+    environment: dict[str, Any] = ProbeOutputs.describe_environment(next(iter(tensors.values())), weights)
     device = next(iter(tensors.values())).device.type
     environment["processor"] = _name_processor() if device == "cpu" else ""
     environment["autocast"] = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
