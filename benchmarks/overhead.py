@@ -4,8 +4,8 @@
 
 Plain training and training with the method take turns, a step each, so that a busy machine slows both alike. The method
 is in its second task, half of its nodes important: masks after every step; in the paper's form the proximal step once
-an epoch or every step; with a budget frozen rows put back and pruned ones held at 0 after every step. Medians over rounds,
-in processor time.
+an epoch or every step; with a budget frozen rows put back and pruned ones held at 0 after every step. Medians over
+rounds, in processor time.
 """
 
 from __future__ import annotations
