@@ -125,6 +125,8 @@ def convolutional(name, config):
 @pytest.mark.parametrize("engine", ["plain", "captured"])
 @pytest.mark.parametrize("name", [name for name, each in METHODS.items() if not each.is_bound])
 def test_with_channels_last_a_run_stopped_within_a_task_continues_with_the_same_bits(name, engine):
+    if engine == "captured" and name == "trgp":
+        pytest.skip("its first step decides on the host, so it is not captured")
     config = replace(QUICK, engine=engine, channels_last=True)
     expected = finish(convolutional(name, config))
     stopped = convolutional(name, config)

@@ -135,7 +135,7 @@ class NodePruner:
 
 
 def _find_watched(graph: NodeGraph, device: torch.device) -> list[tuple[nn.Parameter, Tensor]]:
-    """Parameters whose gradients tell whether a group learns, biases where there are some, and the group of each row."""
+    """Parameters whose gradients tell whether a group learns (biases, if it has some), and the group of each row."""
     watched, covered = [], torch.zeros(graph.size, dtype=torch.bool)
     for _, parameter, groups in sorted(graph.incoming_parameters(), key=lambda entry: entry[1].dim()):
         if parameter.requires_grad and not bool(covered[groups].all()):
