@@ -42,11 +42,16 @@ def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[N
 
 
 class ReLUWatcher(TorchFunctionMode):
-    """Calls `on_relu(input, output)` at every ReLU, a module or a function, in the order of the calls."""
+    """Calls `on_input(input)` before and `on_output(output)` after every ReLU, a module or a function."""
 
-    def __init__(self, on_relu: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(
+        self,
+        *,
+        on_input: Callable[[Tensor], None] = lambda relu_input: None,
+        on_output: Callable[[Tensor], None] = lambda relu_output: None,
+    ) -> None:
         super().__init__()
-        self.on_relu = on_relu
+        self.on_input, self.on_output = on_input, on_output
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -54,9 +59,9 @@ class ReLUWatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_relu(func, args, kwargs):
             return func(*args, **kwargs)
-        relu_input = (args[0] if args else kwargs["input"]).clone()  # a ReLU in place overwrites it
+        self.on_input(args[0] if args else kwargs["input"])
         result = func(*args, **kwargs)
-        self.on_relu(relu_input, result)
+        self.on_output(result)
         return result
 
 

@@ -294,6 +294,7 @@ class NodeGraph:
         for point, trace in traces.items():
             self._refuse_mixing(point, trace)
             for layer, nodes in trace.nodes.items():
+                nodes = nodes.long()
                 numbered = torch.where(nodes >= 0, nodes + first_node[layer], -1)
                 earlier = nodes_at.setdefault(point, numbered)
                 node_sets.merge(earlier, numbered)  # nodes that meet in one element are added together: one group
@@ -308,7 +309,7 @@ class NodeGraph:
         }
         self.readers: dict[str, Reader] = {}
         self.norms: dict[str, NormLayer] = {}
-        self.excluded_readers = {name for kind, name in nodes_at if kind == "excluded"}  # they read nodes
+        self.excluded_readers = {call.partition(" ")[2] for kind, call in nodes_at if kind == "excluded"}
         self.frozen_norms = self._excluded_norms()  # of a frozen backbone or module
         self.relu_sites: tuple[ReLUSite, ...] = ()
         for (kind, name), nodes in nodes_at.items():
@@ -455,6 +456,7 @@ class NodeGraph:
                 continue
             self._refuse_mixing((kind, name), trace)
             for layer, nodes in trace.nodes.items():
+                nodes = nodes.long()
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
                 reader = self.readers.setdefault(
                     name, Reader(name, self._reader_only_layers[name], groups, not _is_within(name, self.exclude))
