@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,21 @@ _CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
 
 @contextmanager
 def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[None]:
-    """Put `model` into eval (or train) mode; modes, buffers and random states are restored at the end."""
+    """Put `model` into eval (or train) mode; modes, buffers and random states are restored at the end.
+
+    Within, what torch.compile compiled runs uncompiled: hooks and watchers see every layer and ReLU.
+    """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     model.train(train)
     try:
-        with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
+        with (
+            torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)),
+            torch.no_grad(),
+            _run_uncompiled(),
+        ):
             yield
     finally:
         for module, training in modes:
@@ -39,6 +47,13 @@ def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[N
                 buffer.copy_(saved)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _run_uncompiled() -> AbstractContextManager[Any]:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class ReLUWatcher(TorchFunctionMode):

@@ -68,6 +68,7 @@ class Method:
             raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(setting_names) or 'none'}.")
         self.config = self.Config(**settings)
         self.model = unwrap_model(model)
+        self._given_compiled = contains_compiled(model)
         self.averaged_by_ddp = find_ddp_parameters(model)
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
@@ -127,11 +128,12 @@ class Method:
         self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
         self.tasks.append(task)
         try:
-            self._prepare_task(task)
-            self.plan = self.Plan(self, task, optimizers, epochs, steps_per_epoch)
-            self.plan.attach()
-            self.plan.build()
-            self.plan.start()
+            with self._recompiling_if_hooks_change():
+                self._prepare_task(task)
+                self.plan = self.Plan(self, task, optimizers, epochs, steps_per_epoch)
+                self.plan.attach()
+                self.plan.build()
+                self.plan.start()
         except BaseException:
             self.cancel_task()
             raise
@@ -159,9 +161,10 @@ class Method:
                 "The optimizer given to begin_task never stepped in this task, so the method could not act. "
                 "Is another optimizer object doing the steps? Give that one to begin_task.",
             )
-        self._finish_task(batches, forward or self._default_forward)
-        plan.detach()
-        self.plan = None
+        with self._recompiling_if_hooks_change():
+            self._finish_task(batches, forward or self._default_forward)
+            plan.detach()
+            self.plan = None
         names = self.heads.tensor_names(plan.task, self.tasks)
         digest = digest_tensors(self.model.state_dict(), names)
         self.knowledge.head_digests[plan.task] = digest
@@ -385,6 +388,14 @@ class Method:
             "moved": [],
         }
 
+    @contextmanager
+    def _recompiling_if_hooks_change(self) -> Iterator[None]:
+        """What torch.compile compiled does not notice hooks that come or go: let it be compiled again."""
+        before = _list_hooks(self.model)
+        yield
+        if (self._given_compiled or contains_compiled(self.model)) and _list_hooks(self.model) != before:
+            torch.compiler.reset()
+
     # Shared machinery ------------------------------------------------------------------------------------------------
 
     def call_model(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
@@ -469,6 +480,19 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             "Use DistributedDataParallel."
         )
     return model
+
+
+def contains_compiled(model: nn.Module) -> bool:
+    """Whether a module was compiled, as `torch.compile(module)` or as `module.compile()`."""
+    return any(
+        isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _list_hooks(model: nn.Module) -> list[list[int]]:
+    return [[*module._forward_pre_hooks, *module._forward_hooks] for module in model.modules()]
 
 
 def find_ddp_parameters(model: nn.Module) -> set[int] | None:
