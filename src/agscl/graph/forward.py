@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["ReLUWatcher", "preserve_model_state"]
 
 _RELUS = {F.relu, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-_CLAMPS = {torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}
+_CLAMPS = {F.hardtanh, torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}  # nn.ReLU6 calls F.hardtanh
 _CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
 
 
@@ -85,6 +85,7 @@ def _is_relu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return True
     if func not in _CLAMPS:
         return False
-    low = kwargs.get("min", args[1] if len(args) > 1 else None)
-    high = kwargs.get("max", args[2] if len(args) > 2 else None)
-    return isinstance(low, int | float) and low == 0 and high is None
+    low = kwargs.get("min", kwargs.get("min_val", args[1] if len(args) > 1 else None))
+    high = kwargs.get("max", kwargs.get("max_val", args[2] if len(args) > 2 else 1 if func is F.hardtanh else None))
+    is_numbers = isinstance(low, int | float) and isinstance(high, int | float | None)
+    return is_numbers and low == 0 and (high is None or high >= 1)  # the graph is probed with values below 1

@@ -22,25 +22,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
+from agscl.graph.refusals import NodeGraphError, Refusal
 
-__all__ = ["LAYERS", "ExpectedGroups", "NodeGraphError", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
+__all__ = ["LAYERS", "ExpectedGroups", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MAX_ROWS = 64  # most samples in one pass
 MAX_ACTIVATIONS = 3 * 2**25  # most numbers in one pass: inputs and outputs of layers and norms
 MAX_OUTPUTS = 2**25  # most numbers in the outputs of layers in a pass of the proof, which keeps real ones
+OTHER_ACTIVATIONS = {"leaky_relu", "rrelu", "prelu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish", "tanh"}
 PROOF_ROWS = 32  # samples in the proof, each with other groups changed
 
 ProbePoint = tuple[str, str]
 """The kind, and what it is: a name ("reader", "norm"), a number ("site", "output"), call and name ("excluded")."""
-
-
-class NodeGraphError(ValueError):
-    """A layer that cannot be part of the graph. `layer` is its name; the message says why and what to do."""
-
-    def __init__(self, layer: str, reason: str, advice: str) -> None:
-        self.layer = layer
-        super().__init__(f"{layer}: {reason} {advice}")
 
 
 @dataclass
@@ -63,26 +57,26 @@ class ExpectedGroups:
     groups: Tensor
 
 
-class _WeightUseGuard(TorchFunctionMode):
-    """Raises where a node layer's weight is used outside that layer."""
+class _CallWatcher(TorchFunctionMode):
+    """Finds node layers whose weight is used outside the layer, and activations that are no ReLU."""
 
-    def __init__(self, owners: Mapping[int, str], running: list[str], suggest_exclude: Callable[..., str]) -> None:
+    def __init__(self, owners: Mapping[int, str], running: list[str]) -> None:
         super().__init__()
-        self.owners, self.running, self.suggest_exclude = owners, running, suggest_exclude
+        self.owners, self.running = owners, running
+        self.used_outside: dict[str, str] = {}  # layer -> the function that uses its weight
+        self.other_activations: dict[str, None] = {}  # in the order of the calls
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        function = getattr(func, "__name__", str(func))
+        if function.strip("_") in OTHER_ACTIVATIONS:
+            self.other_activations[function.strip("_")] = None
         for argument in (*args, *(kwargs or {}).values()):
             owner = self.owners.get(id(argument)) if isinstance(argument, nn.Parameter) else None
             if owner is not None and owner not in self.running and isinstance(result, Tensor):
-                raise NodeGraphError(
-                    owner,
-                    f"its weight is also used outside the layer (by {getattr(func, '__name__', func)}): such tied "
-                    "weights cannot be frozen in one place and free in the other.",
-                    self.suggest_exclude(owner),
-                )
+                self.used_outside.setdefault(owner, function)
         return result
 
 
@@ -104,10 +98,9 @@ class NodeProbe:
         reader_only: Mapping[str, nn.Module],
         norms: Mapping[str, nn.Module],
         excluded: Mapping[str, nn.Module],
-        suggest_exclude: Callable[..., str],
     ) -> None:
         self.model, self.forward, self.nodes, self.norms = model, forward, nodes, norms
-        self.excluded, self.suggest_exclude = excluded, suggest_exclude
+        self.excluded = excluded
         self.inside_excluded = {
             name for name in reader_only if any(name == prefix or name.startswith(f"{prefix}.") for prefix in excluded)
         }
@@ -147,20 +140,35 @@ class NodeProbe:
             return hook
 
         owners = {id(p): name for name, module in self.nodes.items() for p in module.parameters()}
+        watcher = _CallWatcher(owners, running)
         with ExitStack() as stack:
             for name, module in watched.items():
                 stack.enter_context(module.register_forward_pre_hook(record_entry(name)))
                 stack.enter_context(module.register_forward_hook(record_exit(name)))
-            stack.enter_context(_WeightUseGuard(owners, running, self.suggest_exclude))
+            stack.enter_context(watcher)
             self._forward(2)
+        self.other_activations = list(watcher.other_activations)
         self.called_repeatedly = {name for name, count in calls.items() if count > 1}
-        for name in watched:
-            if name in self.called_repeatedly and name not in self.inside_excluded:
-                raise NodeGraphError(
-                    name,
-                    f"the forward pass calls it {calls[name]} times, so its weights are shared (tied) between places.",
-                    self.suggest_exclude(name),
-                )
+        refusals = [
+            Refusal(
+                name,
+                f"its weight is also used outside the layer (by {function}): such tied weights cannot be frozen in one "
+                "place and free in the other.",
+                exclude=(name,),
+            )
+            for name, function in watcher.used_outside.items()
+        ]
+        refusals += [
+            Refusal(
+                name,
+                f"the forward pass calls it {calls[name]} times, so its weights are shared (tied) between places.",
+                exclude=(name,),
+            )
+            for name in watched
+            if name in self.called_repeatedly and name not in self.inside_excluded
+        ]
+        if refusals:
+            raise NodeGraphError(*refusals)
         outputs = sum(output.numel() for output in self.outputs.values())
         self.rows = max(4, min(MAX_ROWS, 2 * MAX_ACTIVATIONS // max(1, elements + outputs)))
         self.proof_rows = max(4, min(PROOF_ROWS, 2 * MAX_OUTPUTS // max(1, outputs)))
@@ -317,8 +325,9 @@ class NodeProbe:
 
         def record(kind: str, name: str, tensor: Tensor) -> None:
             if len(tensor) % rows:
+                exclude = () if kind in ("site", "output") else (name.rpartition(" ")[2],)
                 raise NodeGraphError(
-                    name, "its input does not have the batch as its first dimension.", self.suggest_exclude(name)
+                    Refusal(name, "its input does not have the batch as its first dimension.", exclude=exclude)
                 )
             self.rows_per_sample[kind, name] = len(tensor) // rows
             tensor = (tensor if len(tensor) == rows else tensor.unflatten(0, (rows, -1))).detach()
@@ -486,8 +495,10 @@ def _any_position(changed: Tensor) -> Tensor:
 
 def _other_operations(point: ProbePoint) -> NodeGraphError:
     return NodeGraphError(
-        point[1],
-        "the forward pass ran other operations when a node's value changed, so which layer reads which node is not "
-        "fixed.",
-        "Remove control flow that depends on activations.",
+        Refusal(
+            point[1],
+            "the forward pass ran other operations when a node's value changed, so which layer reads which node is not "
+            "fixed.",
+            "Remove control flow that depends on activations.",
+        )
     )
