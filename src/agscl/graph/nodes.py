@@ -619,8 +619,9 @@ class NodeGraph:
 
 def _raise_if_any(refusals: Sequence[Refusal]) -> None:
     if refusals:
-        first = {refusal.layer: refusal for refusal in reversed(refusals)}  # one for each layer
-        raise NodeGraphError(*reversed(first.values()))
+        layers = {refusal.layer: refusal for refusal in reversed(refusals)}  # one refusal for each layer
+        outermost = [refusal for name, refusal in layers.items() if not _is_within(name.rpartition(".")[0], layers)]
+        raise NodeGraphError(*reversed(outermost))
 
 
 def _first_sample(argument: Any) -> Any:

@@ -27,7 +27,8 @@ class NodeGraphError(ValueError):
         if exclude is None:
             exclude = list(dict.fromkeys(name for refusal in refusals for name in refusal.exclude))
         self.exclude = list(exclude) if all(refusal.exclude for refusal in refusals) else []
-        super().__init__(" ".join(filter(None, [self._describe(), self._advise(), note])))
+        separator = " " if len(refusals) == 1 else "\n"
+        super().__init__(separator.join(filter(None, [self._describe(), self._advise(), note])))
 
     def _describe(self) -> str:
         layers: dict[tuple[str, str], list[str]] = {}
@@ -45,7 +46,7 @@ class NodeGraphError(ValueError):
         if not self.exclude:
             return ""
         if len(self.refusals) > 1:
-            return f"\nLeave them out of the nodes with exclude={self.exclude!r}, or change the network."
+            return f"Leave them out of the nodes with exclude={self.exclude!r}, or change the network."
         ending = "." if self.refusals[0].remedy else ", or change the network."
         beginning = "Or leave" if self.refusals[0].remedy else "Leave"
         return f"{beginning} it out of the nodes with exclude={self.exclude!r}{ending}"
