@@ -510,6 +510,63 @@ class WeightNormNet(nn.Module):
         return F.relu(self.fc2(F.relu(self.fc1(x))))
 
 
+class ReLU6Net(nn.Module):
+    """Bounded ReLUs in all their forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv2 = nn.Conv2d(8, 10, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(10)
+        self.relu6 = nn.ReLU6(inplace=True)
+        self.fc1 = nn.Linear(10, 12)
+        self.fc2 = nn.Linear(12, 12)
+        self.fc3 = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu6(self.bn(self.conv2(F.relu6(self.conv1(x))))).mean((2, 3))
+        return self.fc3(F.hardtanh(self.fc2(self.fc1(x).clamp(0, 6)), 0.0, 6.0)).clamp_(min=0, max=6)
+
+
+class InvertedResiduals(nn.Module):
+    """MobileNetV2 in shape: blocks that end without a ReLU and are added."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(8, 16, 1, bias=False),
+                nn.BatchNorm2d(16),
+                nn.ReLU6(),
+                nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False),
+                nn.BatchNorm2d(16),
+                nn.ReLU6(),
+                nn.Conv2d(16, 8, 1, bias=False),
+                nn.BatchNorm2d(8),
+            )
+            for _ in range(blocks)
+        )
+        self.last = nn.Conv2d(8, 12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        for block in self.blocks[1:]:
+            x = x + block(x)
+        return F.relu6(self.last(x)).mean((2, 3))
+
+
+class TransposedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.last = nn.Conv2d(8, 10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.last(F.relu(self.up(F.relu(self.conv(x)))))).mean((2, 3))
+
+
 @dataclass(frozen=True)
 class Entry:
     """A network of the zoo: how to build its trunk, and the shape of one example input."""
@@ -541,6 +598,7 @@ SUPPORTED: dict[str, Entry] = {
     "shuffle": Entry(ShuffleNet, (3, 6, 6)),
     "padded": Entry(PaddedShortcutNet, (3, 8, 8)),
     "squeeze": Entry(SqueezeExcite, (3, 6, 6)),
+    "relu6": Entry(ReLU6Net, (3, 6, 6)),
 }
 
 
@@ -564,4 +622,11 @@ DIFFICULT: dict[str, Difficult] = {
     "bare scale": Difficult(BareScale, (8,), ("scale", ""), ()),
     "scale module": Difficult(ScaleNet, (8,), ("scale",), ("fc1", "scale")),
     "weight norm": Difficult(WeightNormNet, (8,), ("fc1",), ("fc1",)),
+    "inverted residuals": Difficult(
+        InvertedResiduals,
+        (3, 6, 6),
+        tuple(f"blocks.{block}.6" for block in range(3)),
+        tuple(f"blocks.{block}.{part}" for block in range(3) for part in (6, 7)),
+    ),
+    "transposed": Difficult(TransposedNet, (3, 8, 8), ("up",), ("up",)),
 }

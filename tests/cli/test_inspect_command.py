@@ -1,6 +1,7 @@
 """`agscl inspect`."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -43,9 +44,9 @@ def test_inspect_of_a_network_shows_what_each_method_stores_as_the_paper_counts_
     assert main(["inspect", "eight", "--tasks", "8"]) == 0
     shown = capsys.readouterr().out
     rows = counted(shown)
-    assert rows["AGS-CL"] == ["9,344", "≤20,085,568", "9,344", "–", "–", "≤80.6", "MB"]
-    assert rows["EWC"] == ["20,085,568", "20,085,568", "–", "–", "–", "160.7", "MB"]
-    assert rows["RWALK"][:2] == ["40,171,136", "20,085,568"]
+    assert rows["AGS-CL"] == ["9,344", "≤20.1", "M", "9,344", "–", "–", "≤80.6", "MB"]
+    assert rows["EWC"] == ["20.1", "M", "20.1", "M", "–", "–", "–", "160.7", "MB"]
+    assert rows["RWALK"][:3] == ["40.2", "M", "20.1"]
     assert rows["HAT"][3] == "74,752"
     assert "20,085,568        9,344   2,150 ×" in shown
     assert "40,171,136        9,344   4,299 ×" in shown
@@ -117,6 +118,21 @@ def test_inspect_names_the_option_exclude_and_not_its_python_form(tmp_path, monk
     message = capsys.readouterr().err
     assert "--exclude trunk.0" in message
     assert "exclude=" not in message
+
+
+def test_inspect_names_all_refused_layers_in_one_option_that_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gelus.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU()]\n"
+        "    layers += [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU()]\n"
+        "    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), *layers)\n"
+    )
+    assert main(["inspect", "gelus:make"]) == 2
+    option = re.search(r"--exclude( trunk\.\d+)+", capsys.readouterr().err)[0]
+    assert option == "--exclude trunk.2 trunk.5 trunk.3"
+    assert main(["inspect", "gelus:make", *option.split()]) == 0
 
 
 def test_messages_about_several_layers_become_one_option():

@@ -56,7 +56,7 @@ from agscl.cli.main import main
         (["inspect", "own_models:number"], "returned int; expected a model"),
         (["inspect", "own_models:convolution"], "--input-shape"),
         (["inspect", "own_models:classifier"], "agscl inspect own_models:classifier --heads 2"),
-        (["inspect", "own_models:two_linear"], "trunk.0: no ReLU reads its outputs"),
+        (["inspect", "own_models:two_linear"], "trunk.0: no ReLU or ReLU6 reads its outputs"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):

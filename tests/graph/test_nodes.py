@@ -253,6 +253,18 @@ EXPECTED: dict[str, Expected] = {
         coupled=[[nodes("conv1", 8), nodes("excite", 8)]],
         relus=3,
     ),
+    "relu6": Expected(
+        {"conv1": 8, "conv2": 10, "fc1": 12, "fc2": 12, "fc3": 8},
+        {
+            "conv2": nodes("conv1", 8),
+            "fc1": nodes("conv2", 10),
+            "fc2": nodes("fc1", 12),
+            "fc3": nodes("fc2", 12),
+            "head": nodes("fc3", 8),
+        },
+        norms={"bn": nodes("conv2", 10)},
+        relus=5,
+    ),
 }
 
 
@@ -277,7 +289,8 @@ class Bench:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], graph: NodeGraph) -> None:
         self.model, self.args = copy.deepcopy(model).eval(), args
         modules = dict(self.model.named_modules())
-        self.watched = {name: modules[name] for name in {*graph.layers, *graph.readers}}
+        self.watched = {name: modules[name] for name in {*graph.layers, *graph.readers, *graph.exclude}}
+        self.compared = {*graph.layers, *graph.readers}
         self.inputs: dict[str, list[Tensor]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
         self.base_inputs, self.base_outputs = self._run(pinned={})
@@ -316,6 +329,8 @@ class Bench:
                     part += sign * (10 + 40 * torch.rand(part.shape, generator=generator))
             inputs, _ = self._run(pinned)
             for name, calls in inputs.items():
+                if name not in self.compared:
+                    continue
                 dim = channel_dim(self.watched[name])
                 for before, after in zip(self.base_inputs[name], calls, strict=True):
                     differs = (before != after).movedim(dim, 0).flatten(1).any(1)
@@ -613,6 +628,8 @@ def test_a_network_that_cannot_be_placed_is_refused_with_the_layer_the_reason_an
         "bare scale": ("parameter",),
         "scale module": ("parameter",),
         "weight norm": ("parametriz", "parametris"),
+        "inverted residuals": ("no relu",),
+        "transposed": ("convtranspose2d is not supported",),
     }[name]
     assert any(word in message.lower() for word in reason), message
 
@@ -655,6 +672,37 @@ def test_following_the_advice_in_the_messages_ends_in_a_graph(name: str) -> None
             prove(model, args, graph)
             return
     pytest.fail(f"the advice goes in circles: {exclude}")
+
+
+@difficult
+def test_all_refused_layers_come_in_one_error_whose_advice_works_when_followed_once(name: str) -> None:
+    model, args = build(name)
+    with pytest.raises(NodeGraphError) as caught:
+        NodeGraph(model, args)
+    if advice := advised(str(caught.value)):
+        assert caught.value.exclude == advice
+        prove(model, args, NodeGraph(model, args, exclude=advice))
+
+
+def test_the_error_lists_every_refused_layer_with_equal_reasons_together() -> None:
+    model, args = build("inverted residuals")
+    with pytest.raises(NodeGraphError) as caught:
+        NodeGraph(model, args, exclude=["trunk.stem"])
+    message = str(caught.value)
+    assert "trunk.blocks.0.6, trunk.blocks.1.6, trunk.blocks.2.6: no ReLU" in message
+    assert len(message.splitlines()) == 4, message
+    assert advised(message)[0] == "trunk.stem", "what was excluded before stays excluded"
+
+
+def test_an_activation_that_is_not_supported_is_named() -> None:
+    model, args = build("gelu")
+    with pytest.raises(NodeGraphError, match="gelu, which the model calls, will not do"):
+        NodeGraph(model, args)
+
+
+def test_an_excluded_module_that_runs_twice_reads_what_any_of_its_calls_reads() -> None:
+    model, args = build("called twice")
+    assert NodeGraph(model, args, exclude=["trunk.again"]).excluded_readers == {"trunk.again"}
 
 
 def test_an_excluded_layer_reads_nodes_and_gives_none() -> None:

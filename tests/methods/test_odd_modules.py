@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import EWC, HAT, WSN, LwF, MultiHead, PackNet, PaperAGSCL
+from agscl import AGSCL, EWC, HAT, WSN, LwF, MultiHead, PackNet, PaperAGSCL
+from agscl.graph import NodeGraphError
 from loops import adam, blobs, learn, make, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -131,3 +132,43 @@ def test_lwf_may_be_copied_between_forward_and_backward():
 def test_tau_must_be_a_finite_number(wrong):
     with pytest.raises(ValueError, match="tau"):
         PaperAGSCL(MultiHead(mlp()), torch.zeros(2, 16), tau=wrong)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + x.mean(1, keepdim=True)
+
+
+class OwnConv(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight.abs(), bias)
+
+
+@pytest.mark.parametrize("odd", [OwnLinear(16, 16), nn.Sequential(nn.Unflatten(1, (1, 16)), OwnConv(1, 4, 16))])
+def test_a_layer_with_a_forward_of_its_own_is_refused_by_name_with_advice_that_works(odd):
+    trunk = nn.Sequential(odd, nn.Flatten(), nn.ReLU(), nn.LazyLinear(8), nn.ReLU())
+    trunk(torch.zeros(2, 16))
+    with pytest.raises(NodeGraphError, match=r"trunk\.0.*Own\w+ overrides") as caught:
+        AGSCL(MultiHead(trunk), torch.zeros(2, 16))
+    AGSCL(MultiHead(trunk), torch.zeros(2, 16), exclude=caught.value.exclude)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_keeps_old_logits_to_the_bit(dtype):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32).to(dtype)
+    example = torch.zeros(2, 16, dtype=dtype)
+    method, optimizer, logits = AGSCL(model, example), torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for number in range(2):
+        model.add_head(f"t{number}", 3)
+        method.begin_task(f"t{number}", optimizer, epochs=2)
+        batches = [(x.to(dtype), y) for x, y in blobs(number)]
+        for _ in range(2):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x, f"t{number}").float(), y).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(batches)
+        logits.append(model(blobs(0)[0][0].to(dtype), "t0").detach())
+    assert torch.equal(*logits)

@@ -62,8 +62,9 @@ def inspect(
         graph = NodeGraph(with_head, arguments, heads=heads, exclude=exclude)
         outline = Outline.from_graph(graph, arguments if isinstance(arguments, tuple) else (arguments,))
     except NodeGraphError as error:
-        advice = _advise_on_output_layer(what, input_shape, model, example, error.layer)
-        raise UsageError(advice or write_exclude_as_option(str(error))) from error
+        layers = [refusal.layer for refusal in error.refusals]
+        advice = (_advise_on_output_layer(what, input_shape, model, example, layer) for layer in layers)
+        raise UsageError(next(filter(None, advice), "") or write_exclude_as_option(str(error))) from error
     except Exception as error:  # whatever the user's own model raises
         raise UsageError(
             f"could not find the model's nodes: {type(error).__name__}: {write_exclude_as_option(str(error))}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from agscl.heads import MultiHead
 __all__ = ["ReLUWatcher", "preserve_model_state"]
 
 _RELUS = {F.relu, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-_CLAMPS = {torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}
+_CLAMPS = {F.hardtanh, torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}  # nn.ReLU6 calls F.hardtanh
 _CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
 
 
@@ -26,7 +27,8 @@ _CLAMPS |= {Tensor.clamp, Tensor.clamp_, Tensor.clamp_min, Tensor.clamp_min_}
 def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[None]:
     """Put `model` into eval (or train) mode; modes, buffers and random states are restored at the end.
 
-    Linear heads, of which there may be hundreds, compute the same in both modes and are left as they are.
+    Within, what torch.compile compiled runs uncompiled: hooks and watchers see every layer and ReLU. Linear heads, of
+    which there may be hundreds, compute the same in both modes and are left as they are.
     """
     parts = [model]
     if type(model) is MultiHead:
@@ -40,7 +42,11 @@ def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[N
     for part in parts:
         part.train(train)
     try:
-        with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)), torch.no_grad():
+        with (
+            torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)),
+            torch.no_grad(),
+            _run_uncompiled(),
+        ):
             yield
     finally:
         for module, training in modes:
@@ -53,12 +59,24 @@ def preserve_model_state(model: nn.Module, *, train: bool = False) -> Iterator[N
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-class ReLUWatcher(TorchFunctionMode):
-    """Calls `on_relu(input, output)` at every ReLU, a module or a function, in the order of the calls."""
+def _run_uncompiled() -> AbstractContextManager[Any]:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
-    def __init__(self, on_relu: Callable[[Tensor, Tensor], None]) -> None:
+
+class ReLUWatcher(TorchFunctionMode):
+    """Calls `on_input(input)` before and `on_output(output)` after every ReLU, a module or a function."""
+
+    def __init__(
+        self,
+        *,
+        on_input: Callable[[Tensor], None] = lambda relu_input: None,
+        on_output: Callable[[Tensor], None] = lambda relu_output: None,
+    ) -> None:
         super().__init__()
-        self.on_relu = on_relu
+        self.on_input, self.on_output = on_input, on_output
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -66,9 +84,9 @@ class ReLUWatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_relu(func, args, kwargs):
             return func(*args, **kwargs)
-        relu_input = (args[0] if args else kwargs["input"]).clone()  # a ReLU in place overwrites it
+        self.on_input(args[0] if args else kwargs["input"])
         result = func(*args, **kwargs)
-        self.on_relu(relu_input, result)
+        self.on_output(result)
         return result
 
 
@@ -77,6 +95,7 @@ def _is_relu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return True
     if func not in _CLAMPS:
         return False
-    low = kwargs.get("min", args[1] if len(args) > 1 else None)
-    high = kwargs.get("max", args[2] if len(args) > 2 else None)
-    return isinstance(low, int | float) and low == 0 and high is None
+    low = kwargs.get("min", kwargs.get("min_val", args[1] if len(args) > 1 else None))
+    high = kwargs.get("max", kwargs.get("max_val", args[2] if len(args) > 2 else 1 if func is F.hardtanh else None))
+    is_numbers = isinstance(low, int | float) and isinstance(high, int | float | None)
+    return is_numbers and low == 0 and (high is None or high >= 1)  # the graph is probed with values below 1

@@ -15,11 +15,13 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from agscl.graph.probing import LAYERS, ExpectedGroups, NodeGraphError, NodeProbe, NodeTrace, ProbePoint, column_dim
+from agscl.graph.probing import LAYERS, ExpectedGroups, NodeProbe, NodeTrace, ProbePoint, column_dim
+from agscl.graph.refusals import NodeGraphError, Refusal
 from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
 
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
@@ -119,6 +121,12 @@ class NodeGraph:
         if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
             raise ValueError("example_input must be finite; some of its values are infinite or NaN.")
         self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
+        try:
+            self._build()
+        except NodeGraphError as error:
+            raise self._collect_refusals(error) from None
+
+    def _build(self) -> None:
         self.features: Tensor | None = None  # (features,) the group behind each input of a MultiHead's linear heads
         self._node_layers: dict[str, nn.Module] = {}
         self._norm_layers: dict[str, _BatchNorm] = {}
@@ -126,15 +134,16 @@ class NodeGraph:
         self._find_layers()
         task = self._first_task()
         probe = self._probe(task)
+        self._other_activations = probe.other_activations
+        never_called = []
         for name in probe.never_called:
             if self.heads is None or not callable(self.heads.place):  # else: a head whose task has not begun
-                raise NodeGraphError(
-                    name,
-                    "the forward pass never calls it, so which layers read its nodes is not known.",
-                    self._suggest_exclude(name),
-                )
+                reason = "the forward pass never calls it, so which layers read its nodes is not known."
+                never_called.append(Refusal(name, reason, exclude=(name,)))
+                continue
             del self._node_layers[name], probe.replaced[name]
             self._later_heads.append(name)
+        _raise_if_any(never_called)
         self._node_layers = {name: self._node_layers[name] for name in probe.outputs if name in self._node_layers}
         self._called_layers = set(probe.outputs)
         self._assemble_graph(probe.trace_nodes(list(self._node_layers)), probe.rows_per_sample)
@@ -143,6 +152,30 @@ class NodeGraph:
         except NodeGraphError:  # small values may be lost in rounding, e.g. beside an added input: try large ones
             self._assemble_graph(probe.trace_nodes(list(self._node_layers), scales=(1.0, 1e3)), probe.rows_per_sample)
             self.prove(task)
+
+    def _collect_refusals(self, error: NodeGraphError) -> NodeGraphError:
+        """Leave out what was refused and try again, until a graph can be built: one error for all that was refused."""
+        given, refusals = self.exclude, {refusal.layer: refusal for refusal in error.refusals}
+        note = ""
+        while True:
+            new = [name for name in error.exclude if name not in self.exclude]
+            if not new:
+                break
+            self.exclude = (*self.exclude, *new)
+            try:
+                self._build()
+                break
+            except NodeGraphError as next_error:
+                error = next_error
+                if not error.exclude:
+                    note = f"That is not enough, though: {error}"
+                else:
+                    refusals |= {refusal.layer: refusal for refusal in error.refusals if refusal.layer not in refusals}
+            except Exception as other:  # the user's own forward pass, which sees other values now
+                note = f"That was tried, and the forward pass raised {type(other).__name__}: {other}"
+                break
+        exclude, self.exclude = self.exclude, given
+        return NodeGraphError(*refusals.values(), exclude=exclude, note=note)
 
     def _first_task(self) -> str | None:
         """The task to run the model for while it is probed; None: the example names it, or the trunk runs alone."""
@@ -171,33 +204,30 @@ class NodeGraph:
         self._head_names = self._find_head_names()
         self._reader_only_layers = self._find_reader_only_layers()
         parameter_owners: dict[int, str] = {}
+        refusals: list[Refusal] = []
         for name, module in modules.items():
             if (
                 not self._is_head_or_excluded(name)
                 and isinstance(module, _InstanceNorm)
                 and module.running_mean is not None
             ):
-                raise NodeGraphError(
-                    name,
-                    "its running statistics would change for old tasks; only those of BatchNorm can be kept.",
-                    f"Use track_running_stats=False, or exclude={[*self.exclude, name]!r}.",
-                )
+                reason = "its running statistics would change for old tasks; only those of BatchNorm can be kept."
+                refusals.append(Refusal(name, reason, "Use track_running_stats=False.", (name,)))
             if self._is_head_or_excluded(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
                 continue
             if isinstance(module, _BatchNorm):
                 self._norm_layers[name] = module
             elif any(p.requires_grad for p in module.parameters()):
-                self._check_layer(name, module)
+                refusals += self._check_layer(name, module)
                 self._node_layers[name] = module
             for key, parameter in module.named_parameters(recurse=False):
                 owner = parameter_owners.setdefault(id(parameter), name)
                 if owner != name and parameter.requires_grad:
-                    raise NodeGraphError(
-                        name,
+                    reason = (
                         f"its {key} is also the one of {owner} (tied weights), so it cannot be frozen in one layer and "
-                        "free in the other.",
-                        self._suggest_exclude(owner, name),
+                        "free in the other."
                     )
+                    refusals.append(Refusal(name, reason, exclude=(owner, name)))
         for name, parameter in self.model.named_parameters():
             holder = name.rpartition(".")[0]
             if (
@@ -205,21 +235,12 @@ class NodeGraph:
                 and not self._is_head_or_excluded(holder)
                 and id(parameter) not in parameter_owners
             ):
-                is_excludable = holder and not any(isinstance(m, LAYERS) for m in modules[holder].modules())
-                raise NodeGraphError(
-                    holder or name,
-                    f"the trained parameter {name} ({type(modules[holder]).__name__}) belongs to no node: nodes are "
-                    "outputs of Linear and Conv layers, with the scale and shift of BatchNorm.",
-                    self._suggest_exclude(holder)
-                    if is_excludable
-                    else "Move it into a module of its own, and exclude that one.",
-                )
+                refusals.append(self._refuse_parameter(name, holder, modules[holder]))
+        _raise_if_any(refusals)
         if not self._node_layers:
-            raise NodeGraphError(
-                type(self.model).__name__,
-                "it has no trained Linear or Conv layer outside its heads, so there are no nodes.",
-                "Check requires_grad, heads= and exclude=.",
-            )
+            reason = "it has no trained Linear or Conv layer outside its heads, so there are no nodes."
+            remedy = "Check requires_grad, heads= and exclude=."
+            raise NodeGraphError(Refusal(type(self.model).__name__, reason, remedy))
 
     def _find_head_names(self) -> tuple[str, ...]:
         if self.heads is None:
@@ -240,10 +261,23 @@ class NodeGraph:
     def _is_head_or_excluded(self, name: str) -> bool:
         return _is_within(name, self._head_names) or _is_within(name, self.exclude)
 
-    def _suggest_exclude(self, *names: str) -> str:
-        return f"Leave it out of the nodes with exclude={[*self.exclude, *names]!r}, or change the network."
+    def _refuse_parameter(self, name: str, holder: str, module: nn.Module) -> Refusal:
+        """Refuse a trained parameter of a module of another kind."""
+        if isinstance(module, _ConvTransposeNd):
+            reason = (
+                f"{type(module).__name__} is not supported: its weight has output channels in the second dimension, "
+                "while incoming weights are rows of the first."
+            )
+            return Refusal(holder, reason, exclude=(holder,))
+        reason = (
+            f"the trained parameter {name} ({type(module).__name__}) belongs to no node: nodes are outputs of Linear "
+            "and Conv layers, with the scale and shift of BatchNorm."
+        )
+        if holder and not any(isinstance(m, LAYERS) for m in module.modules()):
+            return Refusal(holder, reason, exclude=(holder,))
+        return Refusal(holder or name, reason, "Move it into a module of its own, and exclude that one.")
 
-    def _check_layer(self, name: str, module: nn.Module) -> None:
+    def _check_layer(self, name: str, module: nn.Module) -> Iterator[Refusal]:
         base_class = next(layer_class for layer_class in LAYERS if isinstance(module, layer_class))
         overridden = [
             key
@@ -251,20 +285,18 @@ class NodeGraph:
             if getattr(type(module), key, None) is not getattr(base_class, key, None)
         ]
         if overridden:
-            raise NodeGraphError(
-                name,
+            reason = (
                 f"{type(module).__name__} overrides {overridden[0]}, so a weight of 0 need not mean that the input is "
-                "not read.",
-                self._suggest_exclude(name),
+                "not read."
             )
+            yield Refusal(name, reason, exclude=(name,))
         extra = [key for key in module._parameters if key not in ("weight", "bias")]
         if extra or "weight" not in module._parameters or parametrize.is_parametrized(module):
-            raise NodeGraphError(
-                name,
-                "its weight is computed from other parameters (a parametrization such as weight_norm), so freezing "
-                "the weight would freeze nothing.",
-                f"Remove the parametrization, or leave the layer out with exclude={[*self.exclude, name]!r}.",
+            reason = (
+                "its weight is computed from other parameters (a parametrization such as weight_norm), so freezing the "
+                "weight would freeze nothing."
             )
+            yield Refusal(name, reason, "Remove the parametrization.", (name,))
 
     def _probe(self, task: str | None) -> NodeProbe:
         return NodeProbe(
@@ -275,7 +307,6 @@ class NodeGraph:
             reader_only=self._reader_only_layers,
             norms=self._norm_layers,
             excluded={name: self.model.get_submodule(name) for name in self.exclude},
-            suggest_exclude=self._suggest_exclude,
         )
 
     # Building the graph from what was measured -----------------------------------------------------------------------
@@ -291,9 +322,10 @@ class NodeGraph:
             self.node_count += _count_nodes(module)
         node_sets = _DisjointSets(self.node_count)
         nodes_at: dict[ProbePoint, Tensor] = {}  # a node behind each element, numbered through all layers
+        _raise_if_any([refusal for point, trace in traces.items() for refusal in self._find_mixing(point, trace)])
         for point, trace in traces.items():
-            self._refuse_mixing(point, trace)
             for layer, nodes in trace.nodes.items():
+                nodes = nodes.long()
                 numbered = torch.where(nodes >= 0, nodes + first_node[layer], -1)
                 earlier = nodes_at.setdefault(point, numbered)
                 node_sets.merge(earlier, numbered)  # nodes that meet in one element are added together: one group
@@ -308,7 +340,7 @@ class NodeGraph:
         }
         self.readers: dict[str, Reader] = {}
         self.norms: dict[str, NormLayer] = {}
-        self.excluded_readers = {name for kind, name in nodes_at if kind == "excluded"}  # they read nodes
+        self.excluded_readers = {call.partition(" ")[2] for kind, call in nodes_at if kind == "excluded"}
         self.frozen_norms = self._excluded_norms()  # of a frozen backbone or module
         self.relu_sites: tuple[ReLUSite, ...] = ()
         for (kind, name), nodes in nodes_at.items():
@@ -317,14 +349,13 @@ class NodeGraph:
                 self.readers[name] = Reader(name, module, group_of[nodes], _is_within(name, self._head_names))
             elif kind == "site":
                 self.relu_sites += (_make_relu_site(int(name), group_of[nodes], rows_per_sample.get((kind, name), 1)),)
-        for name, norm in self._norm_layers.items():
-            self._add_norm(name, norm, nodes_at, group_of)
+        refusals = [self._add_norm(name, norm, nodes_at, group_of) for name, norm in self._norm_layers.items()]
         self.readers_of = {name: _count_columns(name, traces) for name in self._node_layers}
         self._followed_by_norm = {
             layer for (kind, _), trace in traces.items() if kind == "norm" for layer in trace.nodes
         }
         self._find_features(traces, nodes_at, group_of)
-        self._check_activations()
+        _raise_if_any([*filter(None, refusals), *self._find_inactive()])
         self._check_outputs(traces)
 
     def _merge_depthwise(
@@ -338,47 +369,46 @@ class NodeGraph:
                 filters = torch.arange(_count_nodes(module)) + first_node[name]
                 node_sets.merge(filters, sources.repeat_interleave(len(filters) // conv_groups))
 
-    def _refuse_mixing(self, point: ProbePoint, trace: NodeTrace) -> None:
+    def _find_mixing(self, point: ProbePoint, trace: NodeTrace) -> Iterator[Refusal]:
         kind, name = point
         where = {"reader": f"an input column of {name}", "norm": f"a channel of {name}", "output": "an output"}
         for layer, mixed in trace.mixed.items():
             if mixed and kind != "excluded":
                 excludable = kind in ("reader", "norm") and not _is_within(name, self._head_names)
-                raise NodeGraphError(
-                    layer,
+                reason = (
                     f"{where.get(kind) or f'ReLU number {int(name) + 1}'} depends on several of its nodes at once (a "
                     "normalisation over channels, attention, a frozen layer or another mixing operation lies between), "
-                    "so no column can be said to read one node.",
-                    self._suggest_exclude(*dict.fromkeys([layer, name] if excludable else [layer])),
+                    "so no column can be said to read one node."
                 )
+                yield Refusal(layer, reason, exclude=tuple(dict.fromkeys([layer, name] if excludable else [layer])))
 
-    def _add_norm(self, name: str, norm: _BatchNorm, nodes_at: Mapping[ProbePoint, Tensor], group_of: Tensor) -> None:
+    def _add_norm(
+        self, name: str, norm: _BatchNorm, nodes_at: Mapping[ProbePoint, Tensor], group_of: Tensor
+    ) -> Refusal | None:
         nodes = nodes_at.get(("norm", name))
         if nodes is None and norm.affine and not any(p.requires_grad for p in norm.parameters()):
             self.frozen_norms[name] = norm
-            return
+            return None
         if nodes is None or bool((nodes < 0).any()):
-            raise NodeGraphError(
-                name,
+            reason = (
                 "some of its channels are not nodes (they come from the input, or from a frozen or excluded layer), so "
-                "its statistics would change for old tasks.",
-                self._suggest_exclude(name),
+                "its statistics would change for old tasks."
             )
+            return Refusal(name, reason, exclude=(name,))
         if norm.momentum is None:
-            raise NodeGraphError(
-                name,
+            reason = (
                 "BatchNorm with momentum=None averages over all batches ever seen, so its statistics cannot be kept "
-                "for some channels and updated for others.",
-                f"Change it to a moving average, e.g. momentum=0.1, or exclude={[*self.exclude, name]!r}.",
+                "for some channels and updated for others."
             )
+            return Refusal(name, reason, "Change it to a moving average, e.g. momentum=0.1.", (name,))
         if norm.running_mean is None:
-            raise NodeGraphError(
-                name,
+            reason = (
                 "BatchNorm without running statistics normalises every batch by itself, so an old task's output "
-                "depends on the batch it comes in.",
-                f"Change it to track_running_stats=True, or exclude={[*self.exclude, name]!r}.",
+                "depends on the batch it comes in."
             )
+            return Refusal(name, reason, "Change it to track_running_stats=True.", (name,))
         self.norms[name] = NormLayer(name, norm, group_of[nodes])
+        return None
 
     def _excluded_norms(self) -> dict[str, _BatchNorm]:
         if self.excluded == "train":
@@ -386,29 +416,30 @@ class NodeGraph:
         modules = self.model.named_modules()
         return {n: m for n, m in modules if isinstance(m, _BatchNorm) and _is_within(n, self.exclude)}
 
-    def _check_activations(self) -> None:
+    def _find_inactive(self) -> Iterator[Refusal]:
         active = torch.zeros(self.size + 1, dtype=torch.bool)
         for site in self.relu_sites:
             active[site.groups] = True
+        others = f" ({', '.join(self._other_activations)}, which the model calls, will not do)"
+        reason = (
+            "no ReLU or ReLU6 reads its outputs, and a node's importance is its mean ReLU activation"
+            f"{others if self._other_activations else ''}."
+        )
         for layer in self.layers.values():
             if not bool(active[layer.groups].all()):
-                raise NodeGraphError(
-                    layer.name,
-                    "no ReLU reads its outputs, and a node's importance is its mean ReLU activation.",
-                    f"Put a ReLU after it; or, if it is the output layer, say heads={layer.name!r}; or leave it out of "
-                    f"the nodes with exclude={[*self.exclude, layer.name]!r}.",
-                )
+                remedy = "Put a ReLU after it; if it is the output layer, name it with heads=."
+                yield Refusal(layer.name, reason, remedy, (layer.name,))
 
     def _check_outputs(self, traces: Mapping[ProbePoint, NodeTrace]) -> None:
         layers_at_output = [layer for (kind, _), trace in traces.items() if kind == "output" for layer in trace.nodes]
         headless = isinstance(self.model, MultiHead) and not self.model.heads
         if self.heads is not None and layers_at_output and not headless:
-            raise NodeGraphError(
-                layers_at_output[0],
+            reason = (
                 "its nodes reach the model's output without passing a Linear or Conv layer of a head, so their "
-                "influence on old tasks cannot be set to zero.",
-                "Let each task's head begin with a Linear or Conv layer.",
+                "influence on old tasks cannot be set to zero."
             )
+            remedy = "Let each task's head begin with a Linear or Conv layer."
+            raise NodeGraphError(Refusal(layers_at_output[0], reason, remedy))
 
     # The proof -------------------------------------------------------------------------------------------------------
 
@@ -427,12 +458,12 @@ class NodeGraph:
         if contradiction := probe.find_contradiction(groups, self.size, expected):
             (kind, name), column = contradiction
             point_name = f"ReLU number {int(name) + 1}" if kind == "site" else name
-            raise NodeGraphError(
-                next(iter(self.layers)) if kind == "site" else name,
+            reason = (
                 f"the graph failed its own check: column {column} of {point_name} does not read exactly the nodes that "
-                "were found before. Is the forward pass random, or does it depend on the values it sees?",
-                "Make it deterministic in eval mode, or leave the layers around it out with exclude=[…].",
+                "were found before. Is the forward pass random, or does it depend on the values it sees?"
             )
+            remedy = "Make it deterministic in eval mode, or leave the layers around it out with exclude=[…]."
+            raise NodeGraphError(Refusal(next(iter(self.layers)) if kind == "site" else name, reason, remedy))
 
     # Heads -----------------------------------------------------------------------------------------------------------
 
@@ -453,8 +484,9 @@ class NodeGraph:
         for (kind, name), trace in probe.trace_nodes(sources or list(self._node_layers)).items():
             if kind != "reader" or name not in self._reader_only_layers:
                 continue
-            self._refuse_mixing((kind, name), trace)
+            _raise_if_any(list(self._find_mixing((kind, name), trace)))
             for layer, nodes in trace.nodes.items():
+                nodes = nodes.long()
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
                 reader = self.readers.setdefault(
                     name, Reader(name, self._reader_only_layers[name], groups, not _is_within(name, self.exclude))
@@ -580,6 +612,13 @@ class NodeGraph:
         for owner in self.incoming_modules:
             for key, parameter in owner.module.named_parameters(recurse=False):
                 yield f"{owner.name}.{key}", parameter, owner.groups
+
+
+def _raise_if_any(refusals: Sequence[Refusal]) -> None:
+    if refusals:
+        layers = {refusal.layer: refusal for refusal in reversed(refusals)}  # one refusal for each layer
+        outermost = [refusal for name, refusal in layers.items() if not _is_within(name.rpartition(".")[0], layers)]
+        raise NodeGraphError(*reversed(outermost))
 
 
 def _first_sample(argument: Any) -> Any:

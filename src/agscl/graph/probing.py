@@ -11,30 +11,30 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
+from agscl.graph.refusals import NodeGraphError, Refusal
 
-__all__ = ["LAYERS", "ExpectedGroups", "NodeGraphError", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
+__all__ = ["LAYERS", "ExpectedGroups", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MAX_ROWS = 64  # most samples in one pass
-MAX_ACTIVATIONS = 2**26  # most activations held by one pass
+MAX_ACTIVATIONS = 3 * 2**25  # most numbers in one pass: inputs and outputs of layers and norms
+MAX_OUTPUTS = 2**25  # most numbers in the outputs of layers in a pass of the proof, which keeps real ones
+OTHER_ACTIVATIONS = {"leaky_relu", "rrelu", "prelu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish", "tanh"}
+PROOF_ROWS = 32  # samples in the proof, each with other groups changed
 
-ProbePoint = tuple[str, str]  # kind ("reader", "norm", "site", "excluded", "output") and name, or call number
-
-
-class NodeGraphError(ValueError):
-    """A layer that cannot be part of the graph. `layer` is its name; the message says why and what to do."""
-
-    def __init__(self, layer: str, reason: str, advice: str) -> None:
-        self.layer = layer
-        super().__init__(f"{layer}: {reason} {advice}")
+ProbePoint = tuple[str, str]
+"""The kind, and what it is: a name ("reader", "norm"), a number ("site", "output"), call and name ("excluded")."""
 
 
 @dataclass
@@ -57,26 +57,26 @@ class ExpectedGroups:
     groups: Tensor
 
 
-class _WeightUseGuard(TorchFunctionMode):
-    """Raises where a node layer's weight is used outside that layer."""
+class _CallWatcher(TorchFunctionMode):
+    """Finds node layers whose weight is used outside the layer, and activations that are no ReLU."""
 
-    def __init__(self, owners: Mapping[int, str], running: list[str], suggest_exclude: Callable[..., str]) -> None:
+    def __init__(self, owners: Mapping[int, str], running: list[str]) -> None:
         super().__init__()
-        self.owners, self.running, self.suggest_exclude = owners, running, suggest_exclude
+        self.owners, self.running = owners, running
+        self.used_outside: dict[str, str] = {}  # layer -> the function that uses its weight
+        self.other_activations: dict[str, None] = {}  # in the order of the calls
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        function = getattr(func, "__name__", str(func))
+        if function.strip("_") in OTHER_ACTIVATIONS:
+            self.other_activations[function.strip("_")] = None
         for argument in (*args, *(kwargs or {}).values()):
             owner = self.owners.get(id(argument)) if isinstance(argument, nn.Parameter) else None
             if owner is not None and owner not in self.running and isinstance(result, Tensor):
-                raise NodeGraphError(
-                    owner,
-                    f"its weight is also used outside the layer (by {getattr(func, '__name__', func)}): such tied "
-                    "weights cannot be frozen in one place and free in the other.",
-                    self.suggest_exclude(owner),
-                )
+                self.used_outside.setdefault(owner, function)
         return result
 
 
@@ -98,10 +98,9 @@ class NodeProbe:
         reader_only: Mapping[str, nn.Module],
         norms: Mapping[str, nn.Module],
         excluded: Mapping[str, nn.Module],
-        suggest_exclude: Callable[..., str],
     ) -> None:
         self.model, self.forward, self.nodes, self.norms = model, forward, nodes, norms
-        self.excluded, self.suggest_exclude = excluded, suggest_exclude
+        self.excluded = excluded
         self.inside_excluded = {
             name for name in reader_only if any(name == prefix or name.startswith(f"{prefix}.") for prefix in excluded)
         }
@@ -111,6 +110,7 @@ class NodeProbe:
         )
         self.replaced = {**nodes, **reader_only}
         self.rows_per_sample: dict[ProbePoint, int] = {}
+        self._random_outputs: dict[str, list[Tensor]] = {}  # by layer: the numbers that replace outputs, unscaled
         with preserve_model_state(model):
             self.never_called = self._run_unchanged()
 
@@ -123,35 +123,55 @@ class NodeProbe:
         calls = dict.fromkeys(watched, 0)
         running: list[str] = []
 
+        elements = 0
+
         def record_entry(name: str) -> Callable[..., None]:
             return lambda module, args: running.append(name)
 
         def record_exit(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+                nonlocal elements
                 running.remove(name)
                 calls[name] += 1
+                elements += sum(argument.numel() for argument in args if isinstance(argument, Tensor))
                 if name in self.replaced:
                     self.outputs[name] = output
 
             return hook
 
         owners = {id(p): name for name, module in self.nodes.items() for p in module.parameters()}
+        watcher = _CallWatcher(owners, running)
         with ExitStack() as stack:
             for name, module in watched.items():
                 stack.enter_context(module.register_forward_pre_hook(record_entry(name)))
                 stack.enter_context(module.register_forward_hook(record_exit(name)))
-            stack.enter_context(_WeightUseGuard(owners, running, self.suggest_exclude))
+            stack.enter_context(watcher)
             self._forward(2)
+        self.other_activations = list(watcher.other_activations)
         self.called_repeatedly = {name for name, count in calls.items() if count > 1}
-        for name in watched:
-            if name in self.called_repeatedly and name not in self.inside_excluded:
-                raise NodeGraphError(
-                    name,
-                    f"the forward pass calls it {calls[name]} times, so its weights are shared (tied) between places.",
-                    self.suggest_exclude(name),
-                )
-        elements = sum(output.numel() for output in self.outputs.values())
-        self.rows = max(4, min(MAX_ROWS, MAX_ACTIVATIONS // max(1, elements)))
+        refusals = [
+            Refusal(
+                name,
+                f"its weight is also used outside the layer (by {function}): such tied weights cannot be frozen in one "
+                "place and free in the other.",
+                exclude=(name,),
+            )
+            for name, function in watcher.used_outside.items()
+        ]
+        refusals += [
+            Refusal(
+                name,
+                f"the forward pass calls it {calls[name]} times, so its weights are shared (tied) between places.",
+                exclude=(name,),
+            )
+            for name in watched
+            if name in self.called_repeatedly and name not in self.inside_excluded
+        ]
+        if refusals:
+            raise NodeGraphError(*refusals)
+        outputs = sum(output.numel() for output in self.outputs.values())
+        self.rows = max(4, min(MAX_ROWS, 2 * MAX_ACTIVATIONS // max(1, elements + outputs)))
+        self.proof_rows = max(4, min(PROOF_ROWS, 2 * MAX_OUTPUTS // max(1, outputs)))
         return [name for name in self.nodes if calls[name] == 0]
 
     def trace_nodes(self, sources: Sequence[str], scales: Sequence[float] = (1.0,)) -> dict[ProbePoint, NodeTrace]:
@@ -164,6 +184,20 @@ class NodeProbe:
         codes: dict[tuple[ProbePoint, str], tuple[Tensor, Tensor]] = {}
         digits = {name: max(1, (_count_nodes(self.nodes[name]) - 1).bit_length()) for name in sources}
         changes = [(name, digit, bit) for name in sources for digit in range(digits[name]) for bit in (1, 0)]
+        chunk: list[tuple[str, int, int]] = []
+
+        def read_digits(point: ProbePoint, changed: Tensor) -> None:
+            for row in _any_position(changed[:, None]).flatten().nonzero().flatten().tolist():
+                if row >= len(chunk):  # an unchanged row: the forward pass is random, which the proof will find
+                    continue
+                name, digit, bit = chunk[row]
+                if (point, name) not in codes:
+                    dtype = torch.int16 if digits[name] < 15 else torch.int64  # a ReLU may have millions of elements
+                    empty = torch.zeros(changed.shape[1:], dtype=dtype)
+                    codes[point, name] = (empty, empty.clone())
+                code = codes[point, name][1 - bit]
+                code.bitwise_or_(changed[row].cpu().to(code.dtype) << digit)
+
         with preserve_model_state(self.model):
             for scale in (sign * scale for scale in scales for sign in (1.0, -1.0)):
                 unchanged = self._run_replaced(self.rows, scale)
@@ -174,24 +208,12 @@ class NodeProbe:
                         nodes = torch.arange(_count_nodes(self.nodes[name]))
                         mask = masks.setdefault(name, torch.zeros(self.rows, len(nodes), dtype=torch.bool))
                         mask[row] = (nodes >> digit) & 1 == bit
-                    for point, changed in _find_changes(unchanged, self._run_replaced(self.rows, scale, masks)).items():
-                        for row in changed.flatten(1).any(1).nonzero().flatten().tolist():
-                            name, digit, bit = chunk[row]
-                            if (point, name) not in codes:
-                                empty = torch.zeros(changed.shape[1:], dtype=torch.int64)
-                                codes[point, name] = (empty, empty.clone())
-                            codes[point, name][1 - bit].bitwise_or_(changed[row].long() << digit)
+                    self._compare_changed(self.rows, scale, masks, unchanged, read_digits, skip_before_masks=True)
         traces: dict[ProbePoint, NodeTrace] = {point: NodeTrace() for point in unchanged}
         for (point, layer), (ones, zeros) in codes.items():
             is_one_node = (ones ^ zeros == 2 ** digits[layer] - 1) & (ones & zeros == 0)
-            nodes = torch.where(is_one_node, ones, -1)
-            mixed = bool(((ones | zeros != 0) & ~is_one_node).any())
-            if point[0] in ("reader", "norm"):
-                dim = self._column_dim(point, nodes.dim())
-                by_column = nodes.movedim(dim, 0).reshape(nodes.shape[dim], -1)
-                nodes = by_column.amax(1)
-                mixed |= bool(((by_column >= 0) & (by_column != nodes[:, None])).any())
-            traces[point].nodes[layer], traces[point].mixed[layer] = nodes, mixed
+            traces[point].nodes[layer] = torch.where(is_one_node, ones, -1)
+            traces[point].mixed[layer] = bool(((ones | zeros != 0) & ~is_one_node).any())
         return traces
 
     def find_contradiction(
@@ -203,37 +225,36 @@ class NodeProbe:
         must change; with real ones no other may. A point that is not in `expected` must not change at all. Returns the
         first point and column where this fails.
         """
-        with preserve_model_state(self.model):
-            rows = min(32, self.rows)
-            share = torch.linspace(0.02, 0.7, rows)[:, None]
-            chosen = torch.rand(rows, size, generator=torch.Generator().manual_seed(0)) < share
-            masks = {name: chosen[:, node_groups] for name, node_groups in groups.items()}
-            changed_random: dict[ProbePoint, Tensor] = {}
-            for scale in (1.0, -1.0, 1e3, -1e3):
-                for point, changed in _find_changes(
-                    self._run_replaced(rows, scale), self._run_replaced(rows, scale, masks)
-                ).items():
-                    changed_random[point] = changed | changed_random[point] if point in changed_random else changed
-            real_outputs = self._run_replaced(rows, None)
-            changed_real = _find_changes(real_outputs, self._run_replaced(rows, None, masks, real_outputs))
-        chosen = torch.cat([chosen, torch.zeros(rows, 1, dtype=torch.bool)], 1)  # what reads no node never changes
-        for point in changed_random:
-            point_groups = expected.get(point)
+        rows = self.proof_rows
+        share = torch.linspace(0.02, 0.7, rows)[:, None]
+        chosen = torch.rand(rows, size, generator=torch.Generator().manual_seed(0)) < share
+        masks = {name: chosen[:, node_groups] for name, node_groups in groups.items()}
+        changed_random: dict[ProbePoint, Tensor] = {}
+        changed_real: dict[ProbePoint, Tensor] = {}
+
+        def collect(found: dict[ProbePoint, Tensor], point: ProbePoint, changed: Tensor) -> None:
             if point[0] in ("excluded", "output"):
-                continue
-            if point_groups is None:
-                if bool(changed_random[point].any()) or bool(changed_real[point].any()):
-                    return point, 0
-                continue
-            should_change = chosen[:, point_groups.groups]
-            for changed, must_be_equal in ((changed_random[point], True), (changed_real[point], False)):
-                by_position = (
-                    changed.flatten(1)[:, :, None] if point_groups.dim is None else changed.movedim(point_groups.dim, 1)
-                )
-                changed_columns = by_position.reshape(rows, len(point_groups.groups), -1).any(2)
-                wrong = changed_columns != should_change if must_be_equal else changed_columns & ~should_change
-                if bool(wrong.any()):
-                    return point, int(wrong.any(0).nonzero()[0])
+                return
+            if point not in expected:
+                changed = _any_position(changed[:, None])
+            elif point[0] == "site":
+                dim = expected[point].dim
+                changed = changed.flatten(1) if dim is None else _any_position(changed.movedim(dim, 1))
+            changed = changed.cpu()
+            found[point] = changed | found[point] if point in found else changed
+
+        with preserve_model_state(self.model):
+            for scale in (1.0, -1.0, 1e3, -1e3):
+                unchanged = self._run_replaced(rows, scale)
+                self._compare_changed(rows, scale, masks, unchanged, partial(collect, changed_random))
+            unchanged = self._run_replaced(rows, None)
+            self._compare_changed(rows, None, masks, unchanged, partial(collect, changed_real))
+        chosen = torch.cat([chosen, torch.zeros(rows, 1, dtype=torch.bool)], 1)  # what reads no node never changes
+        for point, changed in changed_random.items():
+            should_change = chosen[:, expected[point].groups if point in expected else torch.tensor([-1])]
+            wrong = (changed != should_change) | (changed_real[point] & ~should_change)
+            if bool(wrong.any()):
+                return point, int(wrong.any(0).nonzero()[0])
         return None
 
     # One pass --------------------------------------------------------------------------------------------------------
@@ -248,29 +269,73 @@ class NodeProbe:
 
         return self.forward(*tree_map(repeat_sample, self.sample))
 
+    def _compare_changed(
+        self,
+        rows: int,
+        scale: float | None,
+        masks: Mapping[str, Tensor],
+        unchanged: Mapping[ProbePoint, Tensor],
+        visit: Callable[[ProbePoint, Tensor], None],
+        *,
+        skip_before_masks: bool = False,
+    ) -> None:
+        """Run the model with the nodes in `masks` changed; `visit(point, changed)` is called at every probe point.
+
+        `changed`, (rows, …), is where the tensor that arrived differs bit for bit from the one in `unchanged`; of a
+        reader or norm, (rows, columns) whether any position of a column does. With `skip_before_masks` points that come
+        before any changed layer are not visited.
+        """
+        missing = {point for point in unchanged if point[0] != "replaced"}
+
+        def compare(point: ProbePoint, arrived: Tensor, may_differ: bool) -> None:
+            if point not in missing:
+                return
+            before = unchanged[point]
+            if before.shape[1:] != arrived.shape[1:]:
+                raise _other_operations(point)
+            missing.remove(point)
+            if may_differ or not skip_before_masks:
+                changed = arrived != before
+                if point[0] in ("reader", "norm"):
+                    changed = _any_position(changed.movedim(self._column_dim(point, changed.dim() - 1) + 1, 1))
+                visit(point, changed)
+
+        self._run_replaced(rows, scale, masks, unchanged, compare)
+        if missing:
+            raise _other_operations(next(point for point in unchanged if point in missing))
+
     def _run_replaced(
         self,
         rows: int,
         scale: float | None,
         masks: Mapping[str, Tensor] | None = None,
         real_outputs: Mapping[ProbePoint, Tensor] | None = None,
+        visit: Callable[[ProbePoint, Tensor, bool], None] | None = None,
     ) -> dict[ProbePoint, Tensor]:
-        """Run `rows` samples; returns the tensor that arrived at every probe point.
+        """Run `rows` samples; returns the tensor that arrived at every probe point, (1, …) where all rows are alike.
 
         With a scale, node outputs are random numbers of that scale, larger where `masks` is true. Without one they are
-        real (those of `real_outputs`, if given), and changed where `masks` is true.
+        real (those of `real_outputs`, if given), and changed where `masks` is true. With `visit`, nothing is returned:
+        each tensor is visited as it arrives, together with whether a layer in `masks` has run before.
         """
         arrived: dict[ProbePoint, Tensor] = {}
         relu_calls = 0
         layer_calls: dict[str, int] = {}
+        is_changed = False
 
         def record(kind: str, name: str, tensor: Tensor) -> None:
             if len(tensor) % rows:
+                exclude = () if kind in ("site", "output") else (name.rpartition(" ")[2],)
                 raise NodeGraphError(
-                    name, "its input does not have the batch as its first dimension.", self.suggest_exclude(name)
+                    Refusal(name, "its input does not have the batch as its first dimension.", exclude=exclude)
                 )
-            arrived[kind, name] = (tensor if len(tensor) == rows else tensor.unflatten(0, (rows, -1))).detach().clone()
             self.rows_per_sample[kind, name] = len(tensor) // rows
+            tensor = (tensor if len(tensor) == rows else tensor.unflatten(0, (rows, -1))).detach()
+            if visit is not None:
+                visit((kind, name), tensor, is_changed)
+            else:
+                alike = bool((tensor == tensor[:1]).all())
+                arrived[kind, name] = (tensor[:1] if alike else tensor).clone()
 
         def watch_input(kind: str, name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -280,15 +345,21 @@ class NodeProbe:
 
             return hook
 
+        def watch_excluded(name: str) -> Callable[..., None]:
+            calls = count(1)
+            return lambda module, args, kwargs: watch_input("excluded", f"{next(calls)} {name}")(module, args, kwargs)
+
         def replace(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             def replaced(input: Tensor) -> Tensor:
                 layer_calls[name] = layer_calls.get(name, 0) + 1  # an excluded layer may run several times
                 call = "replaced", f"{name} {layer_calls[name]}"
-                if scale is None and real_outputs is None:
+                if scale is None and visit is None:
                     arrived[call] = forward(input)
                     return arrived[call].clone()
+                nonlocal is_changed
+                is_changed |= masks is not None and name in masks
                 return self._replace_output(
-                    name, rows, scale, masks, None if real_outputs is None else real_outputs[call]
+                    name, rows, scale, masks, None if scale is not None else (real_outputs or {})[call]
                 )
 
             return replaced
@@ -297,17 +368,20 @@ class NodeProbe:
             generator = torch.Generator().manual_seed(0)
 
             def randomise(leaf: Any) -> Any:
-                return _random_output(leaf[:2], len(leaf), 1.0, generator) if isinstance(leaf, Tensor) else leaf
+                if not isinstance(leaf, Tensor):
+                    return leaf
+                sample = _random_output(leaf[:2], generator)[0]
+                return _like_layout(sample.expand(len(leaf), *leaf.shape[1:]).to(leaf), leaf)
 
             return tree_map(randomise, output)
 
         def pass_through(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
             return (args[0] if args else kwargs["input"]).clone() if scale is not None else output
 
-        def record_relu(before: Tensor, after: Tensor) -> None:
+        def record_relu(relu_input: Tensor) -> None:
             nonlocal relu_calls
-            if before.dim() and len(before) % rows == 0:
-                record("site", str(relu_calls), before)
+            if relu_input.dim() and len(relu_input) % rows == 0:
+                record("site", str(relu_calls), relu_input)
             relu_calls += 1
 
         self._seed_generators()
@@ -316,15 +390,17 @@ class NodeProbe:
             for name, norm in self.norms.items():
                 stack.enter_context(norm.register_forward_pre_hook(watch_input("norm", name), with_kwargs=True))
                 stack.enter_context(norm.register_forward_hook(pass_through, with_kwargs=True))
+                if scale is not None and type(norm).forward is _BatchNorm.forward:  # the hook returns its input
+                    stack.enter_context(_replace_forward(norm, lambda input: input))
             for name, module in self.excluded.items():
-                stack.enter_context(module.register_forward_pre_hook(watch_input("excluded", name), with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(watch_excluded(name), with_kwargs=True))
                 if name not in self.replaced:
                     stack.enter_context(module.register_forward_hook(randomise_output))
             for name, layer in self.replaced.items():
                 if name not in self.called_repeatedly:  # an excluded layer called twice has no certain columns
                     stack.enter_context(layer.register_forward_pre_hook(watch_input("reader", name), with_kwargs=True))
                 stack.enter_context(_replace_forward(layer, replace(name, layer.forward)))
-            stack.enter_context(ReLUWatcher(record_relu))
+            stack.enter_context(ReLUWatcher(on_input=record_relu))
             output = self._forward(rows)
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) % rows == 0:
@@ -340,20 +416,27 @@ class NodeProbe:
         real_output: Tensor | None,
     ) -> Tensor:
         """The output that a replaced layer returns in this pass."""
+        mask = None if masks is None else masks.get(name)
         if real_output is not None:
-            values = real_output.clone()
+            values = real_output.unflatten(0, (rows, -1))
             replacement = values + values.abs().amax() + 1
         else:
             assert scale is not None
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            values = _random_output(self.outputs[name], rows, scale, generator)
-            replacement = _random_output(self.outputs[name], rows, 3 * scale, generator)
-        if masks is None or name not in masks:
-            return values
-        mask = masks[name].to(values.device).repeat_interleave(len(values) // rows, 0)
-        shape = [len(values)] + [1] * (values.dim() - 1)
-        shape[column_dim(self.replaced[name], values.dim())] = -1
-        return torch.where(mask.view(shape), replacement, values)
+            if name not in self._random_outputs:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                self._random_outputs[name] = [_random_output(self.outputs[name], generator) for _ in range(2)]
+            values, replacement = self._random_outputs[name]
+            values, replacement = (
+                (scale * values).to(self.outputs[name]),
+                (3 * scale * replacement).to(self.outputs[name]),
+            )
+        if mask is None:
+            output = values.expand(rows, *values.shape[1:]).clone(memory_format=torch.contiguous_format)
+        else:
+            shape = [rows] + [1] * (values.dim() - 1)
+            shape[column_dim(self.replaced[name], values.dim())] = -1
+            output = torch.where(mask.to(values.device).view(shape), replacement, values)
+        return _like_layout(output.flatten(0, 1), self.outputs[name])
 
     def _seed_generators(self) -> None:
         """Seed the model's own random draws alike in every pass. Not torch.manual_seed: it seeds every GPU."""
@@ -389,32 +472,33 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
             module.forward = instance_forward
 
 
-def _random_output(two_samples: Tensor, rows: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Random numbers from 0.1 to 0.2 times `scale`, the same for every sample, shaped as `two_samples`, (2, …)."""
-    sample = (torch.rand(len(two_samples) // 2, *two_samples.shape[1:], generator=generator) * 0.1 + 0.1) * scale
-    values = sample.repeat(rows, *[1] * (two_samples.dim() - 1)).to(two_samples)
+def _random_output(two_samples: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers from 0.1 to 0.2 for one sample, (1, n, …), of what `two_samples`, (2n, …), holds for two."""
+    return torch.rand(1, len(two_samples) // 2, *two_samples.shape[1:], generator=generator) * 0.1 + 0.1
+
+
+def _like_layout(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` with its channels last in memory if those of `like` are."""
     for layout, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        if (
-            two_samples.dim() == dims
-            and two_samples.is_contiguous(memory_format=layout)
-            and not two_samples.is_contiguous()
-        ):
-            return values.contiguous(memory_format=layout)
-    return values
+        if like.dim() == dims and like.is_contiguous(memory_format=layout) and not like.is_contiguous():
+            return tensor.contiguous(memory_format=layout)
+    return tensor.contiguous()
 
 
-def _find_changes(before: Mapping[ProbePoint, Tensor], after: Mapping[ProbePoint, Tensor]) -> dict[ProbePoint, Tensor]:
-    """Where two passes differ bit for bit: (rows, …) at every probe point."""
-    changed = {}
-    for point, tensor in before.items():
-        if point[0] == "replaced":
-            continue
-        if point not in after or after[point].shape != tensor.shape:
-            raise NodeGraphError(
-                point[1],
-                "the forward pass ran other operations when a node's value changed, so which layer reads which node "
-                "is not fixed.",
-                "Remove control flow that depends on activations.",
-            )
-        changed[point] = (after[point] != tensor).cpu()
-    return changed
+def _any_position(changed: Tensor) -> Tensor:
+    """(rows, columns, …) whether anything changed at any position of a column, (rows, columns)."""
+    flat = changed.flatten(2) if changed.dim() > 2 else changed[:, :, None]
+    if flat.shape[2] % 8 == 0 and flat.is_contiguous():
+        flat = flat.view(torch.int64)  # eight flags at a time
+    return flat.any(2)
+
+
+def _other_operations(point: ProbePoint) -> NodeGraphError:
+    return NodeGraphError(
+        Refusal(
+            point[1],
+            "the forward pass ran other operations when a node's value changed, so which layer reads which node is not "
+            "fixed.",
+            "Remove control flow that depends on activations.",
+        )
+    )

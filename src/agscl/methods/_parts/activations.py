@@ -34,7 +34,7 @@ def measure_activations(
     site_numbers = {site.index: site_number for site_number, site in enumerate(graph.relu_sites)}
     relu_calls = 0
 
-    def record_relu(before: Tensor, after: Tensor) -> None:
+    def record_relu(output: Tensor) -> None:
         nonlocal relu_calls
         site_number = site_numbers.get(relu_calls)
         relu_calls += 1
@@ -42,7 +42,7 @@ def measure_activations(
             return
         site = graph.relu_sites[site_number]
         values = (
-            after.detach() if site.rows_per_sample == 1 else after.detach().unflatten(0, (-1, site.rows_per_sample))
+            output.detach() if site.rows_per_sample == 1 else output.detach().unflatten(0, (-1, site.rows_per_sample))
         )
         values = values.flatten(1).movedim(1, 0) if site.dim is None else values.movedim(site.dim, 0)
         if len(values) != len(site.groups):
@@ -60,7 +60,7 @@ def measure_activations(
 
     with preserve_model_state(graph.model, train=mode == "train"), graph.model.register_forward_pre_hook(restart):
         for batch in batches:
-            with ReLUWatcher(record_relu):
+            with ReLUWatcher(on_output=record_relu):
                 forward(batch)
     total = torch.cat([*sums, torch.tensor(counts, dtype=dtype, device=device)])
     if dist.is_available() and dist.is_initialized():

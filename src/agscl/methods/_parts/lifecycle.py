@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
 from agscl.graph.forward import preserve_model_state
-from agscl.heads import HeadPlace, Heads, list_parameters
+from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.hooks import StepHooks
@@ -73,6 +73,7 @@ class Method:
             raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(setting_names) or 'none'}.")
         self.config = self.Config(**settings)
         self.model = unwrap_model(model)
+        self._given_compiled = contains_compiled(model)
         self.averaged_by_ddp = find_ddp_parameters(model)
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
@@ -131,11 +132,12 @@ class Method:
         self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
         self.tasks.append(task)
         try:
-            self._prepare_task(task)
-            self.plan = self.Plan(self, task, optimizers, epochs, steps_per_epoch)
-            self.plan.attach()
-            self.plan.build()
-            self.plan.start()
+            with self._recompiling_if_hooks_change():
+                self._prepare_task(task)
+                self.plan = self.Plan(self, task, optimizers, epochs, steps_per_epoch)
+                self.plan.attach()
+                self.plan.build()
+                self.plan.start()
         except BaseException:
             self.cancel_task()
             raise
@@ -163,9 +165,10 @@ class Method:
                 "The optimizer given to begin_task never stepped in this task, so the method could not act. "
                 "Is another optimizer object doing the steps? Give that one to begin_task.",
             )
-        self._finish_task(batches, forward or self._default_forward)
-        plan.detach()
-        self.plan = None
+        with self._recompiling_if_hooks_change():
+            self._finish_task(batches, forward or self._default_forward)
+            plan.detach()
+            self.plan = None
         head = self.heads.get_head(plan.task, self.tasks).state_dict()
         digest = digest_tensors(head, list(head))
         self.knowledge.head_digests[plan.task] = digest
@@ -398,6 +401,14 @@ class Method:
             "moved": [],
         }
 
+    @contextmanager
+    def _recompiling_if_hooks_change(self) -> Iterator[None]:
+        """What torch.compile compiled does not notice hooks that come or go: let it be compiled again."""
+        before = _list_hooks(self.model)
+        yield
+        if (self._given_compiled or contains_compiled(self.model)) and _list_hooks(self.model) != before:
+            torch.compiler.reset()
+
     # Shared machinery ------------------------------------------------------------------------------------------------
 
     def call_model(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
@@ -490,6 +501,24 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             "Use DistributedDataParallel."
         )
     return model
+
+
+def contains_compiled(model: nn.Module) -> bool:
+    """Whether a module was compiled, as `torch.compile(module)` or as `module.compile()`."""
+    return any(
+        isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in _list_modules(model)
+    )
+
+
+def _list_hooks(model: nn.Module) -> list[list[int]]:
+    return [[*module._forward_pre_hooks, *module._forward_hooks] for module in _list_modules(model)]
+
+
+def _list_modules(model: nn.Module) -> list[nn.Module]:
+    """All modules, but for the heads of a `MultiHead`, of which there may be hundreds."""
+    return [model, *model.trunk.modules()] if type(model) is MultiHead else list(model.modules())
 
 
 def find_ddp_parameters(model: nn.Module) -> set[int] | None:
