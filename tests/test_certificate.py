@@ -96,7 +96,7 @@ def test_nodes_held_once_that_moved_later_are_reported_with_the_task_and_do_not_
     assert certificates[1].moved
     verdict = verify(certificates, tensors)
     assert verdict.ok
-    assert any("moved in task 't1'" in line for line in verdict.lines)
+    assert any("changed in task 't1'" in line for line in verdict.lines)
 
 
 def test_guaranteed_nodes_that_moved_in_a_later_task_fail_loudly_with_its_name():

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agscl.system.describe import describe_value
+
 __all__ = ["HeadPlace", "Heads", "MultiHead", "check_task_name", "list_parameters", "make_task_names"]
 
 Outputs = int | nn.Module | Mapping[str, int | nn.Module]
@@ -73,6 +75,8 @@ class MultiHead(nn.Module):
 
     def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
         super().__init__()
+        if not isinstance(trunk, nn.Module):
+            raise TypeError(f"MultiHead(trunk) needs a torch module, got {describe_value(trunk)}.")
         self.trunk = trunk
         self.heads = nn.ModuleDict()
         self.features = features
@@ -105,6 +109,9 @@ class MultiHead(nn.Module):
         try:
             head = self.heads[task]
         except KeyError:
+            if not isinstance(task, str):
+                got = describe_value(task)
+                raise TypeError(f"model(x, task) needs the task's name as its second argument, got {got}.") from None
             known = ", ".join(self.heads) or "none yet"
             raise KeyError(f"Task {task!r} has no head: call add_head first. Tasks with a head: {known}.") from None
         features = self.trunk(x)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from agscl.graph.probing import LAYERS, ExpectedGroups, NodeGraphError, NodeProbe, NodeTrace, ProbePoint, column_dim
 from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
+from agscl.system.describe import describe_value
 
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
 
@@ -110,14 +111,7 @@ class NodeGraph:
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        if not tensors:
-            raise TypeError(
-                f"example_input must be a batch of inputs, or a tuple of the forward pass's arguments; got "
-                f"{type(example_input).__name__}."
-            )
-        if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
-            raise ValueError("example_input must be finite; some of its values are infinite or NaN.")
+        _check_example(example_input)
         self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
         self.features: Tensor | None = None  # (features,) the group behind each input of a MultiHead's linear heads
         self._node_layers: dict[str, nn.Module] = {}
@@ -125,7 +119,7 @@ class NodeGraph:
         self._later_heads: list[str] = []  # heads of tasks not yet begun, where heads= is a function
         self._find_layers()
         task = self._first_task()
-        probe = self._probe(task)
+        probe = self._run_example(task, example_input)
         for name in probe.never_called:
             if self.heads is None or not callable(self.heads.place):  # else: a head whose task has not begun
                 raise NodeGraphError(
@@ -266,6 +260,32 @@ class NodeGraph:
                 f"Remove the parametrization, or leave the layer out with exclude={[*self.exclude, name]!r}.",
             )
 
+    def _check_reader(self, name: str, module: nn.Module) -> None:
+        """Refuse a head that reads nodes with a weight of which no column can be set to 0."""
+        if "weight" not in module._parameters and _is_within(name, self._head_names):
+            raise NodeGraphError(
+                name,
+                "its weight is computed from other parameters (a parametrization such as weight_norm), so what a head "
+                "reads of free nodes cannot be set to 0.",
+                "Remove the parametrization (torch.nn.utils.parametrize.remove_parametrizations), or let the head "
+                "begin with a plain Linear or Conv layer.",
+            )
+
+    def _run_example(self, task: str | None, example_input: Any) -> NodeProbe:
+        """The first probe; where the model cannot run on the example, an error that says what was given."""
+        try:
+            return self._probe(task)
+        except NodeGraphError:
+            raise
+        except Exception as error:
+            weight = next(self.model.parameters())
+            raise ValueError(
+                f"The model cannot run on example_input, {describe_value(example_input)}: {error} (The model's weights "
+                f"are {str(weight.dtype).removeprefix('torch.')} on {weight.device}.) Give a batch of inputs alone, "
+                "such as next(iter(loader))[0], of the shape, dtype and device that the model takes. A tuple stands "
+                "for several arguments of the forward pass, not for inputs and labels."
+            ) from error
+
     def _probe(self, task: str | None) -> NodeProbe:
         return NodeProbe(
             self.model,
@@ -314,6 +334,7 @@ class NodeGraph:
         for (kind, name), nodes in nodes_at.items():
             if kind == "reader":
                 module = self._node_layers.get(name) or self._reader_only_layers[name]
+                self._check_reader(name, module)
                 self.readers[name] = Reader(name, module, group_of[nodes], _is_within(name, self._head_names))
             elif kind == "site":
                 self.relu_sites += (_make_relu_site(int(name), group_of[nodes], rows_per_sample.get((kind, name), 1)),)
@@ -454,6 +475,7 @@ class NodeGraph:
             if kind != "reader" or name not in self._reader_only_layers:
                 continue
             self._refuse_mixing((kind, name), trace)
+            self._check_reader(name, self._reader_only_layers[name])
             for layer, nodes in trace.nodes.items():
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
                 reader = self.readers.setdefault(
@@ -580,6 +602,22 @@ class NodeGraph:
         for owner in self.incoming_modules:
             for key, parameter in owner.module.named_parameters(recurse=False):
                 yield f"{owner.name}.{key}", parameter, owner.groups
+
+
+def _check_example(example_input: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves(example_input) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise TypeError(
+            "example_input must be a batch of inputs as a tensor (torch.from_numpy makes one of an array, "
+            "next(iter(loader))[0] takes one from a DataLoader), or a tuple of the forward pass's arguments; got "
+            f"{describe_value(example_input)}."
+        )
+    if any(leaf.is_meta or leaf.layout is not torch.strided for leaf in tensors):
+        raise ValueError("example_input must be a dense tensor that holds values, not a sparse, nested or meta one.")
+    if not any(leaf.dim() for leaf in tensors) or any(leaf.dim() and not len(leaf) for leaf in tensors):
+        raise ValueError(f"example_input must be a batch of one example or more; got {describe_value(example_input)}.")
+    if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
+        raise ValueError("example_input must be finite; some of its values are infinite or NaN.")
 
 
 def _first_sample(argument: Any) -> Any:

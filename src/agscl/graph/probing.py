@@ -167,8 +167,8 @@ class NodeProbe:
         with preserve_model_state(self.model):
             for scale in (sign * scale for scale in scales for sign in (1.0, -1.0)):
                 unchanged = self._run_replaced(self.rows, scale)
-                for start in range(0, len(changes), self.rows):
-                    chunk = changes[start : start + self.rows]
+                for start in range(0, len(changes), self.rows - 1):
+                    chunk = changes[start : start + self.rows - 1]  # the last row stays as it is
                     masks: dict[str, Tensor] = {}
                     for row, (name, digit, bit) in enumerate(chunk):
                         nodes = torch.arange(_count_nodes(self.nodes[name]))
@@ -176,6 +176,8 @@ class NodeProbe:
                         mask[row] = (nodes >> digit) & 1 == bit
                     for point, changed in _find_changes(unchanged, self._run_replaced(self.rows, scale, masks)).items():
                         for row in changed.flatten(1).any(1).nonzero().flatten().tolist():
+                            if row >= len(chunk):
+                                self._refuse_coupling(point, sources)
                             name, digit, bit = chunk[row]
                             if (point, name) not in codes:
                                 empty = torch.zeros(changed.shape[1:], dtype=torch.int64)
@@ -193,6 +195,16 @@ class NodeProbe:
                 mixed |= bool(((by_column >= 0) & (by_column != nodes[:, None])).any())
             traces[point].nodes[layer], traces[point].mixed[layer] = nodes, mixed
         return traces
+
+    def _refuse_coupling(self, point: ProbePoint, sources: Sequence[str]) -> None:
+        kind, name = point
+        where = {"site": f"ReLU number {int(name) + 1}" if name.isdigit() else name, "output": "the output"}
+        raise NodeGraphError(
+            sources[0],
+            f"{where.get(kind, name)} depends on other examples of the batch (a normalisation by the batch that is no "
+            "BatchNorm, attention between examples), so an old task's output depends on the batch it comes in.",
+            f"Compute each example by itself (BatchNorm does in eval mode). {self.suggest_exclude(*sources)}",
+        )
 
     def find_contradiction(
         self, groups: Mapping[str, Tensor], size: int, expected: Mapping[ProbePoint, ExpectedGroups]

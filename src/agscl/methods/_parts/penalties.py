@@ -230,6 +230,14 @@ class WeightMethod(Method):
         heads = set() if self.heads.is_shared or not norms else self.heads.modules(self.tasks)
         return {name: norm for name, norm in norms.items() if id(norm) not in heads}
 
+    def _prepare_task(self, task: str) -> None:
+        """Let what is kept for each weight follow its dtype and device, which may have changed between tasks."""
+        parameters = dict(self.model.named_parameters())
+        for table in (getattr(self.knowledge, key) for key in self.knowledge.purposes):
+            for name, tensor in table.items():
+                if name in parameters and isinstance(tensor, Tensor):
+                    table[name] = tensor.to(parameters[name])
+
     def switch_statistics_by_task(self) -> None:
         """With batchnorm="per_task", run each task with its own statistics from now on."""
         if (
@@ -289,6 +297,13 @@ class WeightMethod(Method):
 
     def _check_finite(self, tensors: Mapping[str, Tensor]) -> None:
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            if all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
+                raise FloatingPointError(
+                    f"Importances of task {self.task!r} are not finite, but the weights are. Examples are run one by "
+                    "one: does the model compute something over a batch, such as a deviation, that one example has "
+                    "not? Then measure by mini-batches (EWC: fisher='batched'; MAS: batch=20). Else training is about "
+                    "to diverge: lower the learning rate. The task was not ended."
+                )
             raise FloatingPointError(
                 f"Weights or importances of task {self.task!r} are not finite: training diverged. The task was not "
                 "ended; go back to the last good weights, and lower the learning rate or "
