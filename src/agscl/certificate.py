@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from agscl.system.files import write_atomically
 from agscl.system.tf32 import tf32_allowed
@@ -166,7 +167,7 @@ class ProbeOutputs:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+    if is_lazy(tensor) or tensor.dim() not in (4, 5) or tensor.is_contiguous():
         return False
     return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 

@@ -277,6 +277,21 @@ def test_a_second_hat_on_a_model_says_to_close_the_first():
         train(third, optimizer, 2)
 
 
+@pytest.mark.parametrize("cls", METHODS)
+def test_all_heads_may_be_added_before_the_first_task(cls):
+    torch.manual_seed(0)
+    model = MultiHead(mlp())
+    for number in range(3):
+        model.add_head(f"t{number}", 3)
+    method, optimizer = make(cls, model), torch.optim.SGD(model.trunk.parameters(), lr=0.05)
+    train(method, optimizer, 0)
+    first_head = bits(model.heads["t0"])
+    train(method, optimizer, 1)
+    train(method, optimizer, 2)
+    assert same(bits(model.heads["t0"]), first_head)
+    assert method.certificate().task == "t2"
+
+
 # Another dtype -------------------------------------------------------------------------------------------------------
 
 

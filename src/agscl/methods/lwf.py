@@ -178,7 +178,6 @@ class LwF(Method):
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
         plan = self.plan
         assert plan is not None
-        self.check_weights_finite()
         if plan.teacher and plan.steps and not plan.loss_called:
             self.warn_once(
                 "loss",

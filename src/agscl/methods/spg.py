@@ -137,7 +137,6 @@ class SPG(FrozenPartsMethod):
 
     @torch.no_grad()
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
-        self.check_weights_finite()
         knowledge, protected = self.knowledge, find_protected(self)
         if len(self.tasks) > 1 and iter(batches) is batches:  # can be walked through only once
             batches = list(batches)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
@@ -177,6 +178,7 @@ class Method:
                 "The optimizer given to begin_task never stepped in this task, so the method could not act. "
                 "Is another optimizer object doing the steps? Give that one to begin_task.",
             )
+        self.check_weights_finite()
         checked = Batches(batches)
         with explain_batch_errors(checked, self.model, is_default=forward is None):
             self._finish_task(checked, forward or self._default_forward)
@@ -463,12 +465,12 @@ class Method:
 
     def check_weights_finite(self) -> None:
         """Raise where training diverged, before the task becomes knowledge."""
-        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad}
+        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad and not is_lazy(p)}
         broken = [n for n, p in trained.items() if p.is_floating_point() and not bool(p.isfinite().all())]
         if broken:
             raise FloatingPointError(
                 f"Weights of task {self.task!r} are not finite ({', '.join(broken[:3])}): training diverged. The task "
-                "was not ended; go back to the last good weights, or lower the learning rate."
+                f"was not ended; go back to the last good weights, or {self._divergence_advice}."
             )
 
     def _warn_of_unprotected(self) -> None:
@@ -497,6 +499,10 @@ class Method:
 
     def _list_dtypes(self) -> list[str]:
         return sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.is_floating_point()})
+
+    @property
+    def _divergence_advice(self) -> str:
+        return "lower the learning rate"
 
     def _check_ranks(self, task: str, digest: str) -> None:
         """Warn where ranks that train together ended a task with other weights of its head."""

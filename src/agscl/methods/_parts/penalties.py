@@ -277,9 +277,8 @@ class WeightMethod(Method):
         assert plan is not None
         plan.rebuild_if_changed()
         protected = self.find_protected()
-        self._check_finite(protected)
         new = self._measure_importances(protected, batches, forward)
-        self._check_finite(new)
+        self._check_importances(new)
         distance = self._sum_weighted_distances() if len(self.tasks) > 1 else None
         if distance is not None and plan.steps and self.strength and self._has_importance() and not bool(distance):
             self.warn_once(
@@ -295,20 +294,20 @@ class WeightMethod(Method):
             **self._describe_importances(),
         }
 
-    def _check_finite(self, tensors: Mapping[str, Tensor]) -> None:
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            if all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
-                raise FloatingPointError(
-                    f"Importances of task {self.task!r} are not finite, but the weights are. Examples are run one by "
-                    "one: does the model compute something over a batch, such as a deviation, that one example has "
-                    "not? Then measure by mini-batches (EWC: fisher='batched'; MAS: batch=20). Else training is about "
-                    "to diverge: lower the learning rate. The task was not ended."
-                )
+    @property
+    def _divergence_advice(self) -> str:
+        return (
+            f"lower the learning rate or {self.strength_setting} (under SGD a weight overshoots once rate × the "
+            "penalty's curvature is above 2)"
+        )
+
+    def _check_importances(self, importances: Tensors) -> None:
+        if not all(bool(importance.isfinite().all()) for importance in importances.values()):
             raise FloatingPointError(
-                f"Weights or importances of task {self.task!r} are not finite: training diverged. The task was not "
-                "ended; go back to the last good weights, and lower the learning rate or "
-                f"{self.strength_setting} (under SGD a weight overshoots once rate × the penalty's curvature is above "
-                "2)."
+                f"Importances of task {self.task!r} are not finite, though the weights are. The task was not ended. "
+                "Where examples are run one by one, does the model compute something over a batch, such as a "
+                "deviation? Then measure by mini-batches (EWC: fisher='batched'; MAS: batch=20). Else "
+                f"{self._divergence_advice}."
             )
 
     def _measure_importances(
