@@ -225,7 +225,7 @@ class Certificate:
         found = []
         if self.changed_outputs:
             tasks = f"task{'s' * (len(self.changed_outputs) > 1)} {', '.join(self.changed_outputs)}"
-            found.append(f"the outputs of {tasks} on the probe changed since they were learned")
+            found.append(f"outputs of {tasks} on a random batch changed since")
         if count := len(self.moved_after_task):
             found.append(
                 f"the weights of {count} of {len(self.important)} important nodes changed after end_task (a step "

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -190,3 +191,22 @@ def test_certificates_of_more_than_a_hundred_tasks_are_listed_in_the_order_of_th
     for number in (1, 9, 10, 11, 99, 100, 101):
         (tmp_path / "certificates" / f"{number:02d}.json").touch()
     assert [int(path.stem) for path in list_certificates(tmp_path)] == [1, 9, 10, 11, 99, 100, 101]
+
+
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_words_of_run_and_verify_are_those_of_the_table_and_fit_80_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for method, words in (
+        ("agscl", "important nodes kept every bit (in this task; a later one may change them)"),
+        ("ewc", "4 earlier heads unchanged (all that EWC certifies; outputs of old tasks may change)"),
+    ):
+        config = configure("digits", method=method, epochs=1, reference=False)
+        with Run(Path("runs") / method) as run:
+            execute_run(config, run, checkpoint_every=1e9, threads=1)
+        assert main(["run", "--resume", method]) == 0
+        shown = capsys.readouterr().out
+        assert main(["verify", method]) == 0
+        shown += capsys.readouterr().out
+        assert words in " ".join(shown.split())
+        assert max(map(len, shown.splitlines())) <= 80
+        assert not re.search(r"\bheld\b|used capacity|unmoved|bit-identical", shown)
