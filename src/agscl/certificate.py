@@ -225,7 +225,7 @@ class Certificate:
         found = []
         if self.changed_outputs:
             tasks = f"task{'s' * (len(self.changed_outputs) > 1)} {', '.join(self.changed_outputs)}"
-            found.append(f"outputs of {tasks} on a random batch changed since")
+            found.append(f"outputs of {tasks} on a random batch have changed")
         if count := len(self.moved_after_task):
             found.append(
                 f"the weights of {count} of {len(self.important)} important nodes changed after end_task (a step "

@@ -197,7 +197,8 @@ def test_certificates_of_more_than_a_hundred_tasks_are_listed_in_the_order_of_th
 def test_words_of_run_and_verify_are_those_of_the_table_and_fit_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for method, words in (
-        ("agscl", "important nodes kept every bit (in this task; a later one may change them)"),
+        ("agscl", "important nodes kept every bit (guaranteed for good)"),
+        ("paper-agscl", "important nodes kept every bit (in this task; a later one may change them)"),
         ("ewc", "4 earlier heads unchanged (all that EWC certifies; outputs of old tasks may change)"),
     ):
         config = configure("digits", method=method, epochs=1, reference=False)
@@ -208,5 +209,5 @@ def test_words_of_run_and_verify_are_those_of_the_table_and_fit_80_columns(tmp_p
         assert main(["verify", method]) == 0
         shown += capsys.readouterr().out
         assert words in " ".join(shown.split())
-        assert max(map(len, shown.splitlines())) <= 80
+        assert [line for line in shown.splitlines() if len(line.rstrip()) > 80] == []
         assert not re.search(r"\bheld\b|used capacity|unmoved|bit-identical", shown)
