@@ -198,6 +198,15 @@ class Heads:
             return container[position]
         return container
 
+    def initialise_head(self, task: str) -> None:
+        """Give a linear head of a `MultiHead` its weights, if its number of inputs was not known when it was added."""
+        if isinstance(self.model, MultiHead) and self.model.features is not None:
+            head = self.model.heads[task]
+            for layer in head.values() if isinstance(head, nn.ModuleDict) else [head]:
+                if isinstance(layer, nn.LazyLinear) and layer.has_uninitialized_params():
+                    weight = layer.weight
+                    layer(torch.zeros(1, self.model.features, dtype=weight.dtype, device=weight.device))
+
     def parameters(self, tasks: Sequence[str]) -> dict[str, nn.Parameter]:
         """Parameters of all heads, also of tasks that have not begun, by their name in the model."""
         if self._container is not None:

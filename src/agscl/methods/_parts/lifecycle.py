@@ -143,6 +143,7 @@ class Method:
         self._check_optimizers(optimizers)
         self._warn_of_unprotected()
         self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
+        self.heads.initialise_head(task)
         self.tasks.append(task)
         try:
             self._prepare_task(task)
