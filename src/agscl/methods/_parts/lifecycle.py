@@ -499,7 +499,8 @@ class Method:
             )
 
     def _list_dtypes(self) -> list[str]:
-        return sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.is_floating_point()})
+        parameters = list_parameters(self.model).values()
+        return sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
 
     @property
     def _divergence_advice(self) -> str:

@@ -232,7 +232,7 @@ class WeightMethod(Method):
 
     def _prepare_task(self, task: str) -> None:
         """Let what is kept for each weight follow its dtype and device, which may have changed between tasks."""
-        parameters = dict(self.model.named_parameters())
+        parameters = list_parameters(self.model)
         for table in (getattr(self.knowledge, key) for key in self.knowledge.purposes):
             for name, tensor in table.items():
                 if name in parameters and isinstance(tensor, Tensor):
