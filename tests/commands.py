@@ -18,8 +18,8 @@ def start_command(folder: Path, *arguments: str, **options: Any) -> subprocess.P
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
-def finish_command(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=200)
+def finish_command(process: subprocess.Popen[str], timeout: float = 200) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=timeout)
     return process.returncode, output
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from agscl.system.files import write_atomically
 from agscl.system.tf32 import tf32_allowed
@@ -166,7 +167,7 @@ class ProbeOutputs:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+    if is_lazy(tensor) or tensor.dim() not in (4, 5) or tensor.is_contiguous():
         return False
     return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 
@@ -224,11 +225,11 @@ class Certificate:
         found = []
         if self.changed_outputs:
             tasks = f"task{'s' * (len(self.changed_outputs) > 1)} {', '.join(self.changed_outputs)}"
-            found.append(f"the outputs of {tasks} on the probe changed since they were learned")
+            found.append(f"outputs of {tasks} on a random batch have changed")
         if count := len(self.moved_after_task):
             found.append(
                 f"the weights of {count} of {len(self.important)} important nodes changed after end_task (a step "
-                "outside a task? averaged weights swapped in?)"
+                "outside a task? averaged weights swapped in? another dtype?)"
             )
         if self.uncovered:
             found.append(f"outputs of old tasks are not covered: {'; '.join(self.uncovered)}")
@@ -282,17 +283,20 @@ class Certificate:
         if before and not self.held:
             nodes = f"none of {before} important nodes is unchanged"
         zeros = "" if self.moved_after_task else f"{self.zeros()} weights into important nodes are exactly 0, "
-        kind = "guaranteed for good" if self.kind == "guaranteed" else "held during this task"
+        kind = "guaranteed for good" if self.kind == "guaranteed" else "in this task; a later one may change them"
         if self.kind == "guaranteed" and self.moved:
             kind = "GUARANTEE BROKEN"
         kind = f" ({kind})" if before and (self.held or self.kind == "guaranteed") else ""
-        heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unmoved"
-        heads += f", MOVED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
+        heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unchanged"
+        heads += f", CHANGED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
         leads = self.frozen_for_good or self.moved_after_task or self.uncovered
         warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}; " if self.warnings and leads else ""
         notes = [*([] if leads else self.warnings), *self.notes]
         ending = f". Note: {'; '.join(notes)}" if notes else ""
-        return f"{warning}after task {self.task!r}: {nodes}{kind}, {zeros}{heads}{ending}"
+        claims = f"{nodes}{kind}, {zeros}{heads}"
+        if not self.layout.size:
+            claims = f"{heads} (all that {self.method} certifies; outputs of old tasks may change)"
+        return f"{warning}after task {self.task!r}: {claims}{ending}"
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
@@ -363,15 +367,17 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
         for task, head in certificate.heads.items():
             if last.heads.get(task) != head:
                 failed.append(f"the head of task {task!r} moved after task {certificate.task!r}")
-        words = ", ".join(f"{count} moved in task {task!r}" for task, count in drifted.items())
+        words = ", ".join(f"{count} changed in task {task!r}" for task, count in drifted.items())
         if drifted and certificate.kind == "guaranteed":
-            failed.append(f"nodes guaranteed after task {certificate.task!r} moved: {words}")
+            failed.append(f"nodes guaranteed after task {certificate.task!r} changed: {words}")
+        kind = " (guaranteed)" if certificate.kind == "guaranteed" else ""
         lines.append(
-            f"{certificate.task}: {len(certificate.important)} important nodes ({certificate.kind}), "
-            + (words or ("all as they were" if number + 1 < len(certificates) else "the last task"))
+            f"{certificate.task}: {len(certificate.important)} important nodes{kind}, "
+            + (words or ("none changed since" if number + 1 < len(certificates) else "the last task"))
         )
         mark = "NOT GUARANTEED: " if certificate.frozen_for_good else "note: "
-        lines += [f"{certificate.task}: {mark}{warning}" for warning in certificate.warnings]
+        known = certificates[number - 1].warnings if number else []  # said already, and still so
+        lines += [f"{certificate.task}: {mark}{warning}" for warning in certificate.warnings if warning not in known]
     lines += dict.fromkeys(f"note: {note}" for certificate in certificates for note in certificate.notes)
     lines += [f"FAILED: {line}" for line in failed]
     return Verdict(not failed, lines)

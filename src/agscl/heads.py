@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agscl.system.describe import describe_value
+
 __all__ = ["HeadPlace", "Heads", "MultiHead", "check_task_name", "list_parameters", "make_task_names"]
 
 Outputs = int | nn.Module | Mapping[str, int | nn.Module]
@@ -73,6 +75,8 @@ class MultiHead(nn.Module):
 
     def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
         super().__init__()
+        if not isinstance(trunk, nn.Module):
+            raise TypeError(f"MultiHead(trunk) needs a torch module, got {describe_value(trunk)}.")
         self.trunk = trunk
         self.heads = nn.ModuleDict()
         self.features = features
@@ -105,6 +109,9 @@ class MultiHead(nn.Module):
         try:
             head = self.heads[task]
         except KeyError:
+            if not isinstance(task, str):
+                got = describe_value(task)
+                raise TypeError(f"model(x, task) needs the task's name as its second argument, got {got}.") from None
             known = ", ".join(self.heads) or "none yet"
             raise KeyError(f"Task {task!r} has no head: call add_head first. Tasks with a head: {known}.") from None
         features = self.trunk(x)
@@ -190,6 +197,15 @@ class Heads:
                 )
             return container[position]
         return container
+
+    def initialise_head(self, task: str) -> None:
+        """Give a linear head of a `MultiHead` its weights, if its number of inputs was not known when it was added."""
+        if isinstance(self.model, MultiHead) and self.model.features is not None:
+            head = self.model.heads[task]
+            for layer in head.values() if isinstance(head, nn.ModuleDict) else [head]:
+                if isinstance(layer, nn.LazyLinear) and layer.has_uninitialized_params():
+                    weight = layer.weight
+                    layer(torch.zeros(1, self.model.features, dtype=weight.dtype, device=weight.device))
 
     def parameters(self, tasks: Sequence[str]) -> dict[str, nn.Parameter]:
         """Parameters of all heads, also of tasks that have not begun, by their name in the model."""

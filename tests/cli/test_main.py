@@ -17,7 +17,7 @@ from agscl.cli.main import main
         (["run", "--method", "nosuch"], "no method is called 'nosuch'. There are: agscl, paper-agscl"),
         (["run", "--set", "rho=2"], "rho must be above 0 and at most 1"),
         (["run", "--set", "rho"], "--set takes KEY=VALUE"),
-        (["run", "--set", "weight_decay=-1"], "weight_decay must be at least 0, not -1.0"),
+        (["run", "--set", "weight_decay=-1"], "weight_decay must be at least 0 and finite, not -1.0"),
         (["run", "--set", "momentum=1", "optimizer=sgd"], "momentum must be at least 0 and below 1"),
         (["run", "--threads", "0"], "--threads must be at least 1"),
         (["run", "--checkpoint-every", "-1"], "--checkpoint-every must be above 0 seconds, not -1"),

@@ -161,6 +161,17 @@ def test_a_nan_loss_fails_and_names_the_task_and_the_last_checkpoint(tmp_path, m
     assert "No checkpoint was written yet" in message
 
 
+def test_a_training_that_diverged_to_a_huge_finite_loss_is_noted_with_the_learning_rate(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--method", "finetune", "--epochs", "1", "--lr", "1e6"]) == 0
+    shown = capsys.readouterr().out
+    assert "Note: Training diverged in task 1" in shown
+    assert "lower learning rate than 1e+06" in shown
+    assert shown.count("Training diverged") == 1
+    assert main(["run", "--method", "finetune", "--epochs", "1"]) == 0
+    assert "diverged" not in capsys.readouterr().out
+
+
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_continues_to_the_same_bits(tmp_path, uninterrupted):
     process = start_training(tmp_path)
     folder = tmp_path / "runs" / "quick" / "checkpoints"

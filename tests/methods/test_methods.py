@@ -1038,4 +1038,4 @@ def test_the_certificate_names_heads_that_moved():
     learn(method, optimizer, 1)
     with torch.no_grad():
         model.heads["t0"].weight[0, 0] += 1
-    assert "MOVED: the heads of t0" in str(method.certificate())
+    assert "CHANGED: the heads of t0" in str(method.certificate())

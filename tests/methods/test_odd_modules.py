@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, HAT, WSN, LwF, MultiHead, PackNet, PaperAGSCL
+from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PaperAGSCL
 from agscl.graph import NodeGraphError
+from agscl.methods import find_methods
 from loops import adam, blobs, learn, make, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -100,15 +102,17 @@ def test_a_float64_model_has_importances_and_targets_in_float64():
     assert torch.equal(term, expected)
 
 
-@pytest.mark.parametrize("cls", [LwF, PackNet, WSN])
-def test_a_task_whose_weights_are_not_finite_is_not_ended(cls):
+@pytest.mark.parametrize("where", ["trunk.0.weight", "heads.t0.bias"])
+@pytest.mark.parametrize("cls", find_methods().values())
+def test_a_task_whose_weights_are_not_finite_is_not_ended(cls, where):
     model = MultiHead(mlp(), features=32)
     method, optimizer = make(cls, model), adam(model)
     model.add_head("t0", 3)
-    method.begin_task("t0", optimizer, epochs=2)
+    model.add_head("later", nn.LazyLinear(3))  # has no weights yet
+    method.begin_task("t0", optimizer, epochs=2, steps_per_epoch=4)
     with torch.no_grad():
-        model.trunk[0].weight[0, 0] = math.nan
-    with pytest.raises(FloatingPointError, match=r"trunk\.0\.weight.*not ended"):
+        model.get_parameter(where)[0] = math.nan
+    with pytest.raises(FloatingPointError, match=rf"{re.escape(where)}.*not ended.*lower the learning rate"):
         method.end_task(blobs(0))
     assert method.task == "t0"
 

@@ -171,7 +171,7 @@ def _train_method(
         outcome = _summarize_outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:
             certificate = load_certificate(certificate_path(run.folder, tasks_learned))
-            outcome["certificate"] = _describe_certificate(certificate)
+            outcome["certificate"] = str(certificate)
         state["finished"][name] = outcome
         save_checkpoint()
     except CompileFailed as error:
@@ -270,13 +270,6 @@ def load_certificate(path: Path) -> Certificate:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         name = "" if str(path) in str(error) else f"{path} is not a certificate: "
         raise RunError(f"{name}{error} Without it the run's weights cannot be checked.") from error
-
-
-def _describe_certificate(certificate: Certificate) -> str:
-    if certificate.layout.size:
-        return str(certificate)
-    heads = len(certificate.heads) - 1
-    return f"after task {certificate.task!r}: {heads} earlier heads unchanged; this method certifies no nodes"
 
 
 def certificate_path(folder: Path, tasks_learned: int) -> Path:

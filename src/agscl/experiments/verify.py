@@ -30,7 +30,7 @@ from agscl.system.files import encode_json
 from agscl.system.tf32 import tf32_for
 from agscl.training.trainer import place_model
 
-NOT_COVERED_ADVICE = "keep the digest elsewhere, and compare with --expect DIGEST"
+NOT_COVERED = "not covered: nothing is signed; who rewrites all files of a run can forge it"
 
 
 def list_certificates(folder: Path) -> list[Path]:
@@ -79,9 +79,11 @@ def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
     lines.append(f"digest: {digest}")
     if expected_digest is not None and expected_digest != digest:
         failures.append(f"the digest is not the expected {expected_digest}")
+    lines.append(NOT_COVERED)
     lines.append(
-        "not covered: nothing is signed, so whoever can rewrite all files of a run can forge it; "
-        + ("the expected digest rules that out" if expected_digest else NOT_COVERED_ADVICE)
+        "             (the expected digest rules that out)"
+        if expected_digest
+        else "             (keep the digest elsewhere, and compare it: --expect DIGEST)"
     )
     last_line = _summarize_verdict(certificates, len(failures))
     return Verdict(not failures, [*lines, *[f"FAILED: {failure}" for failure in failures], last_line])
@@ -128,7 +130,7 @@ def _check_certificates(
     failures = [line.removeprefix("FAILED: ") for line in verdict.lines if line.startswith("FAILED")]
     lines = [line for line in verdict.lines if not line.startswith("FAILED")]
     if not certificates[-1].layout.size:
-        heads = f"{len(certificates)} heads checked; {certificates[-1].method} guarantees nothing about the nodes"
+        heads = f"{len(certificates)} heads unchanged: all that {certificates[-1].method} certifies"
         lines = [heads, *(line for line in lines if "NOT GUARANTEED" in line or line.startswith("note: "))]
     return lines + probe_lines, failures + probe_failures
 
@@ -218,8 +220,8 @@ def _check_probe_outputs(
                 continue
             differences = certificate.probe.compare(batch, outputs)
             difference = differences[certificate.task]
-            change = "bit-identical to" if difference == 0 else f"up to {difference:.2g} away from"
-            lines.append(f"{certificate.task}: outputs on the probe are {change} those right after learning it")
+            change = "have not changed by a bit" if difference == 0 else f"changed by up to {difference:.2g}"
+            lines.append(f"{certificate.task}: outputs on a random batch {change} since it was learned")
             exact = certificate.guarantees_outputs or certificate is last
             if certificate.probe.same_environment(batch, model) and exact:
                 failures += [

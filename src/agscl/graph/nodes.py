@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from agscl.graph.probing import LAYERS, ExpectedGroups, NodeProbe, NodeTrace, ProbePoint, column_dim
 from agscl.graph.refusals import NodeGraphError, Refusal
 from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
+from agscl.system.describe import describe_value
 
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
 
@@ -112,28 +113,21 @@ class NodeGraph:
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        if not tensors:
-            raise TypeError(
-                f"example_input must be a batch of inputs, or a tuple of the forward pass's arguments; got "
-                f"{type(example_input).__name__}."
-            )
-        if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
-            raise ValueError("example_input must be finite; some of its values are infinite or NaN.")
+        _check_example(example_input)
         self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
         try:
-            self._build()
+            self._build(example_input)
         except NodeGraphError as error:
             raise self._collect_refusals(error) from None
 
-    def _build(self) -> None:
+    def _build(self, example_input: Any) -> None:
         self.features: Tensor | None = None  # (features,) the group behind each input of a MultiHead's linear heads
         self._node_layers: dict[str, nn.Module] = {}
         self._norm_layers: dict[str, _BatchNorm] = {}
         self._later_heads: list[str] = []  # heads of tasks not yet begun, where heads= is a function
         self._find_layers()
         task = self._first_task()
-        probe = self._probe(task)
+        probe = self._run_example(task, example_input)
         self._other_activations = probe.other_activations
         never_called = []
         for name in probe.never_called:
@@ -163,7 +157,7 @@ class NodeGraph:
                 break
             self.exclude = (*self.exclude, *new)
             try:
-                self._build()
+                self._build(example_input)
                 break
             except NodeGraphError as next_error:
                 error = next_error
@@ -298,6 +292,34 @@ class NodeGraph:
             )
             yield Refusal(name, reason, "Remove the parametrization.", (name,))
 
+    def _check_reader(self, name: str, module: nn.Module) -> None:
+        """Refuse a head that reads nodes with a weight of which no column can be set to 0."""
+        if "weight" not in module._parameters and _is_within(name, self._head_names):
+            reason = (
+                "its weight is computed from other parameters (a parametrization such as weight_norm), so what a head "
+                "reads of free nodes cannot be set to 0."
+            )
+            remedy = (
+                "Remove the parametrization (torch.nn.utils.parametrize.remove_parametrizations), or let the head "
+                "begin with a plain Linear or Conv layer."
+            )
+            raise NodeGraphError(Refusal(name, reason, remedy))
+
+    def _run_example(self, task: str | None, example_input: Any) -> NodeProbe:
+        """The first probe; where the model cannot run on the example, an error that says what was given."""
+        try:
+            return self._probe(task)
+        except NodeGraphError:
+            raise
+        except Exception as error:
+            weight = next(self.model.parameters())
+            raise ValueError(
+                f"The model cannot run on example_input, {describe_value(example_input)}: {error} (The model's weights "
+                f"are {str(weight.dtype).removeprefix('torch.')} on {weight.device}.) Give a batch of inputs alone, "
+                "such as next(iter(loader))[0], of the shape, dtype and device that the model takes. A tuple stands "
+                "for several arguments of the forward pass, not for inputs and labels."
+            ) from error
+
     def _probe(self, task: str | None) -> NodeProbe:
         return NodeProbe(
             self.model,
@@ -346,6 +368,7 @@ class NodeGraph:
         for (kind, name), nodes in nodes_at.items():
             if kind == "reader":
                 module = self._node_layers.get(name) or self._reader_only_layers[name]
+                self._check_reader(name, module)
                 self.readers[name] = Reader(name, module, group_of[nodes], _is_within(name, self._head_names))
             elif kind == "site":
                 self.relu_sites += (_make_relu_site(int(name), group_of[nodes], rows_per_sample.get((kind, name), 1)),)
@@ -485,6 +508,7 @@ class NodeGraph:
             if kind != "reader" or name not in self._reader_only_layers:
                 continue
             _raise_if_any(list(self._find_mixing((kind, name), trace)))
+            self._check_reader(name, self._reader_only_layers[name])
             for layer, nodes in trace.nodes.items():
                 nodes = nodes.long()
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
@@ -619,6 +643,22 @@ def _raise_if_any(refusals: Sequence[Refusal]) -> None:
         layers = {refusal.layer: refusal for refusal in reversed(refusals)}  # one refusal for each layer
         outermost = [refusal for name, refusal in layers.items() if not _is_within(name.rpartition(".")[0], layers)]
         raise NodeGraphError(*reversed(outermost))
+
+
+def _check_example(example_input: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves(example_input) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise TypeError(
+            "example_input must be a batch of inputs as a tensor (torch.from_numpy makes one of an array, "
+            "next(iter(loader))[0] takes one from a DataLoader), or a tuple of the forward pass's arguments; got "
+            f"{describe_value(example_input)}."
+        )
+    if any(leaf.is_meta or leaf.layout is not torch.strided for leaf in tensors):
+        raise ValueError("example_input must be a dense tensor that holds values, not a sparse, nested or meta one.")
+    if not any(leaf.dim() for leaf in tensors) or any(leaf.dim() and not len(leaf) for leaf in tensors):
+        raise ValueError(f"example_input must be a batch of one example or more; got {describe_value(example_input)}.")
+    if not all(bool(leaf.isfinite().all()) for leaf in tensors if leaf.is_floating_point()):
+        raise ValueError("example_input must be finite; some of its values are infinite or NaN.")
 
 
 def _first_sample(argument: Any) -> Any:

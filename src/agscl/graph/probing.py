@@ -185,10 +185,12 @@ class NodeProbe:
         digits = {name: max(1, (_count_nodes(self.nodes[name]) - 1).bit_length()) for name in sources}
         changes = [(name, digit, bit) for name in sources for digit in range(digits[name]) for bit in (1, 0)]
         chunk: list[tuple[str, int, int]] = []
+        coupled: list[ProbePoint] = []  # where a row changed although only others were changed
 
         def read_digits(point: ProbePoint, changed: Tensor) -> None:
             for row in _any_position(changed[:, None]).flatten().nonzero().flatten().tolist():
-                if row >= len(chunk):  # an unchanged row: the forward pass is random, which the proof will find
+                if row >= len(chunk):  # an unchanged row
+                    coupled.append(point)
                     continue
                 name, digit, bit = chunk[row]
                 if (point, name) not in codes:
@@ -201,14 +203,18 @@ class NodeProbe:
         with preserve_model_state(self.model):
             for scale in (sign * scale for scale in scales for sign in (1.0, -1.0)):
                 unchanged = self._run_replaced(self.rows, scale)
-                for start in range(0, len(changes), self.rows):
-                    chunk = changes[start : start + self.rows]
+                for start in range(0, len(changes), self.rows - 1):
+                    chunk = changes[start : start + self.rows - 1]  # the last row stays as it is
                     masks: dict[str, Tensor] = {}
                     for row, (name, digit, bit) in enumerate(chunk):
                         nodes = torch.arange(_count_nodes(self.nodes[name]))
                         mask = masks.setdefault(name, torch.zeros(self.rows, len(nodes), dtype=torch.bool))
                         mask[row] = (nodes >> digit) & 1 == bit
                     self._compare_changed(self.rows, scale, masks, unchanged, read_digits, skip_before_masks=True)
+                    if coupled and torch.equal(
+                        self._run_replaced(self.rows, scale)[coupled[0]], unchanged[coupled[0]]
+                    ):  # else the forward pass is random, which the proof will find
+                        raise _coupled_examples(coupled[0], sources)
         traces: dict[ProbePoint, NodeTrace] = {point: NodeTrace() for point in unchanged}
         for (point, layer), (ones, zeros) in codes.items():
             is_one_node = (ones ^ zeros == 2 ** digits[layer] - 1) & (ones & zeros == 0)
@@ -491,6 +497,17 @@ def _any_position(changed: Tensor) -> Tensor:
     if flat.shape[2] % 8 == 0 and flat.is_contiguous():
         flat = flat.view(torch.int64)  # eight flags at a time
     return flat.any(2)
+
+
+def _coupled_examples(point: ProbePoint, sources: Sequence[str]) -> NodeGraphError:
+    kind, name = point
+    where = {"site": f"ReLU number {int(name) + 1}" if name.isdigit() else name, "output": "the output"}
+    reason = (
+        f"{where.get(kind, name)} depends on other examples of the batch (a normalisation by the batch that is no "
+        "BatchNorm, attention between examples), so an old task's output depends on the batch it comes in."
+    )
+    remedy = "Compute each example by itself (BatchNorm does in eval mode)."
+    return NodeGraphError(Refusal(sources[0], reason, remedy, tuple(sources)))
 
 
 def _other_operations(point: ProbePoint) -> NodeGraphError:

@@ -48,8 +48,11 @@ class Rows:
         return len(self.groups)
 
     def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Convert rows of the same groups, gathered by a `Rows`, to the form that `scatter_` takes."""
-        return list(rows)
+        """Convert rows of the same groups, gathered by a `Rows`, to the form that `scatter_` takes.
+
+        They take the parameters' dtype and device, which may have changed since.
+        """
+        return [row.to(parameter) for row, parameter in zip(rows, self.parameters, strict=True)]
 
     def gather(self) -> list[Tensor]:
         """Copies of the rows, one tensor per parameter."""
@@ -109,7 +112,7 @@ class FlatRows(Rows):
         return alike and dense and len(rows) * total_width <= cls.MAX_NUMBERS
 
     def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        return [self._concat(rows)] if rows else []
+        return [self._concat(super().flatten_rows(rows))] if rows else []
 
     def gather(self) -> list[Tensor]:
         return [self._concat(self.parameters)[self._positions]]

@@ -11,7 +11,7 @@ The file follows section 3 of the paper; numbers in brackets are its equations. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +24,7 @@ from agscl.graph.rows import Rows, make_rows
 from agscl.methods._parts.activations import measure_activations
 from agscl.methods._parts.agscl_certificate import certify_nodes
 from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
+from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.budget import BUDGET_RULE, NodePruner, check_budget, is_budget
 from agscl.methods._parts.capacity import Capacity, measure_capacity
@@ -288,7 +289,7 @@ class AGSCL(NodeMethod):
         assert knowledge.digests is not None
         plan.end_steps()
         if norms := plan.norms.find_trained():
-            batches = list(batches) if isinstance(batches, Iterator) else batches  # they are run through twice
+            batches = make_repeatable(batches)  # they are run through twice
             recompute_statistics(norms, self.model, batches, forward)
         activations = measure_activations(self.graph, batches, forward, config.importance_mode)
         if not bool(activations.isfinite().all()):

@@ -287,11 +287,17 @@ class HAT(NodeMethod):
         self._pass_gates = PerThread()  # those of the forward pass under way
         self._last_gates: Gates | None = None  # of the last pass that may go backward
         self._gates_off = False
+        self._refuse_second_hat(model)
         super().__init__(model, example_input, **options)
         self._model_hooks = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
         )
+
+    def _refuse_second_hat(self, model: nn.Module) -> None:
+        owners = (getattr(hook, "__self__", None) for hook in getattr(model, "_forward_pre_hooks", {}).values())
+        if any(isinstance(owner, HAT) and owner is not self and owner.tasks for owner in owners):
+            raise ValueError("Another HAT has gates on this model. Go on with that one, or call its close() first.")
 
     def _init_nodes(self) -> None:
         self.knowledge.used = torch.zeros(self.graph.size, device=self._node_device)
@@ -323,6 +329,7 @@ class HAT(NodeMethod):
     # The gates -------------------------------------------------------------------------------------------------------
 
     def _prepare_task(self, task: str) -> None:
+        self._refuse_second_hat(self.model)
         with self._without_gates():
             super()._prepare_task(task)
         self._register_gates()

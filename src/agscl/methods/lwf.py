@@ -19,6 +19,7 @@ from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.system.describe import describe_value
 
 __all__ = ["LwF", "LwFConfig"]
 
@@ -124,8 +125,14 @@ class LwF(Method):
             return super().loss(x, output)
         self.plan.loss_called = True
         old_tasks = self.tasks[:1] if self.heads.is_shared else self.tasks[:-1]
-        with torch.no_grad():
-            targets = self._run_teacher(x, old_tasks)
+        try:
+            with torch.no_grad():
+                targets = self._run_teacher(x, old_tasks)
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                f"method.loss(x, output) cannot run the model on x, {describe_value(x)}: give the inputs that the "
+                "model was called with."
+            ) from error
         if isinstance(self.model, MultiHead):
             outputs = self._run_heads(self.plan.pop_features(x), old_tasks)
         else:
@@ -171,7 +178,6 @@ class LwF(Method):
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
         plan = self.plan
         assert plan is not None
-        self.check_weights_finite()
         if plan.teacher and plan.steps and not plan.loss_called:
             self.warn_once(
                 "loss",

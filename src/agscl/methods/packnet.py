@@ -215,7 +215,6 @@ class PackNet(FrozenPartsMethod):
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
         plan, owners = self.plan, self.knowledge.owner.values()
         assert plan is not None
-        self.check_weights_finite()
         if not plan.is_pruned:
             plan.prune()
         if plan.pruned_at_step == plan.steps and plan.steps:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
@@ -137,10 +138,9 @@ class SPG(FrozenPartsMethod):
 
     @torch.no_grad()
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
-        self.check_weights_finite()
         knowledge, protected = self.knowledge, find_protected(self)
-        if len(self.tasks) > 1 and iter(batches) is batches:  # can be walked through only once
-            batches = list(batches)
+        if len(self.tasks) > 1:
+            batches = make_repeatable(batches)  # once for each head
         scores: list[Score] = [lambda batch: as_one_value(forward(batch))]
         if not self.heads.is_shared:
             scores += [self._score_head(task) for task in self.tasks[:-1]]

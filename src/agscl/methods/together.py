@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from agscl.methods._parts.batches import Batches, make_repeatable
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.penalties import WeightMethod
@@ -80,10 +81,9 @@ class Together(Method):
         for method in self.methods:
             method.clear_moments(when)
 
-    def end_task(self, batches: Iterable[Any], forward: Forward | None = None) -> None:
+    def end_task(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], forward: Forward | None = None) -> None:
         self._require_task("end_task")
-        if iter(batches) is batches:  # can be walked through only once
-            batches = list(batches)
+        batches = make_repeatable(Batches(batches))
         for method in self.methods:
             if method.task is not None:  # after an error it has ended already
                 method.end_task(batches, forward)

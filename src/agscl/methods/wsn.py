@@ -222,7 +222,6 @@ class WSN(FrozenPartsMethod):
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
         plan, knowledge = self.plan, self.knowledge
         assert plan is not None
-        self.check_weights_finite()
         if not all(bool(scores.isfinite().all()) for scores in plan.scores.values()):
             raise FloatingPointError(
                 f"Scores of task {plan.task!r} are not finite: training diverged. The task was not ended; go back to "

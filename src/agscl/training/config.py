@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from agscl.methods._parts.settings import find_wrong_type
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -44,6 +46,8 @@ class TrainingConfig:
     compiling takes some seconds."""
 
     def __post_init__(self) -> None:
+        if wrong := find_wrong_type(self):
+            raise ValueError(wrong)
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -53,8 +57,8 @@ class TrainingConfig:
             raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum}")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum is for sgd alone, {self.optimizer} has its own: leave it out, or set it to 0")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay must be at least 0, not {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, not {self.weight_decay}")
         if not 0 <= self.cpr < math.inf:
             raise ValueError(f"cpr must be at least 0 and finite, not {self.cpr}")
         if self.patience is not None and self.patience < 1:
@@ -63,13 +67,6 @@ class TrainingConfig:
             raise ValueError(f"drop_at is a number of epochs, at least 1, or none, not {self.drop_at}")
         if not 1 < self.factor < math.inf:
             raise ValueError(f"factor must be above 1 and finite, not {self.factor}")
-        for name, choices in (
-            ("engine", ("auto", "plain", "captured")),
-            ("precision", ("float32", "tf32", "bf16")),
-            ("optimizer", ("adam", "adamw", "sgd")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
     @property
     def validates(self) -> bool:

@@ -33,6 +33,8 @@ Event = dict[str, Any]
 
 EVALUATION_BATCH = 512
 """Examples per batch where nothing is trained."""
+DIVERGED = 100
+"""A loss so many times that of guessing means that training diverged."""
 
 
 class TrainingFailed(Exception):
@@ -190,8 +192,9 @@ class Trainer:
         if self.best_weights is not None:
             for name, value in self.trained_tensors().items():
                 value.copy_(self.best_weights[name])
-        self.method.end_task(self._importance_batches())
+        self.method.end_task(self._importance_batches)
         self.check_finite()
+        self._warn_of_divergence()
         self.optimizer, self.best_weights = None, None
 
         self.accuracies.append(self._measure_accuracies(self.task_index + 1))
@@ -278,6 +281,16 @@ class Trainer:
         """Whether the epoch's loss and all weights are finite: the last step may break a weight."""
         norms = torch._foreach_norm([p for p in self.model.parameters() if p.is_floating_point()])
         return torch.isfinite(torch.stack([self.loss_sum, *norms])).all()
+
+    def _warn_of_divergence(self) -> None:
+        """Warn where a task ends with a loss that is finite, but far above what guessing gives."""
+        chance, loss = math.log(max(2, self.task.classes)), self.losses[-1][-1]
+        if loss > DIVERGED * chance:
+            self.method.warn_once(
+                "diverged",
+                f"Training diverged in task {self.task_index + 1} ({self.task.name}): its loss ended at {loss:.2g}, "
+                f"where guessing gives {chance:.2g}. Use a lower learning rate than {self.config.lr:g}.",
+            )
 
     def _make_divergence_error(self, epoch: int) -> TrainingFailed:
         return TrainingFailed(

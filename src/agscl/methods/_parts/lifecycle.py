@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,11 +11,13 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
@@ -22,15 +25,18 @@ from agscl.graph.forward import preserve_model_state
 from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
+from agscl.methods._parts.batches import Batches, explain_batch_errors
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.recorded_outputs import compare_outputs, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
+from agscl.system.describe import describe_value
 
 __all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
 
 Forward = Callable[[Any], Any]
 Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
+_LEARNED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by model, the tasks learned with any method
 
 _viewed_tasks: ContextVar[Mapping[int, str]] = ContextVar("viewed tasks", default=MappingProxyType({}))
 """By id of the method; each thread, and each coroutine, has its own."""
@@ -71,6 +77,8 @@ class Method:
         if unknown := [name for name in settings if name not in setting_names]:
             kind = type(self).__name__
             raise TypeError(f"{kind} has no setting {unknown[0]!r}. It has: {', '.join(setting_names) or 'none'}.")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{type(self).__name__}(model, …) needs a torch module, got {describe_value(model)}.")
         self.config = self.Config(**settings)
         self.model = unwrap_model(model)
         self._given_compiled = contains_compiled(model)
@@ -123,13 +131,20 @@ class Method:
         """Start learning `task`: hook the optimizers, add the new head to them, freeze the other heads."""
         if self.task is not None:
             raise RuntimeError(f"Task {self.task!r} is still under way: call end_task before begin_task({task!r}).")
+        if not isinstance(task, str) or not task:
+            got = describe_value(task)
+            raise TypeError(f"begin_task(task, optimizer) needs the task's name, a non-empty string; got {got}.")
         if task in self.tasks:
             raise ValueError(f"Task {task!r} was learned already. Give further data of it another task name.")
         for need, count in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
             if need in self.needs and count is None:
                 raise ValueError(f"{self.title} needs {need}: call begin_task(task, optimizer, {need}=…).")
+            if count is not None and (not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1):
+                raise ValueError(f"begin_task: {need} must be a whole number of at least 1, not {count!r}.")
         self._check_optimizers(optimizers)
+        self._warn_of_unprotected()
         self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
+        self.heads.initialise_head(task)
         self.tasks.append(task)
         try:
             with self._recompiling_if_hooks_change():
@@ -152,9 +167,10 @@ class Method:
         For a loop that clears an optimizer's state within a task.
         """
 
-    def end_task(self, batches: Iterable[Any], forward: Forward | None = None) -> None:
+    def end_task(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], forward: Forward | None = None) -> None:
         """Finish the task: `batches` of its training data (`x` or `(x, y)`) serve to measure importances.
 
+        `batches` is a DataLoader, a list, any other iterable, or a function that returns one.
         `forward(batch)` runs the model and returns what is differentiated; by default the cross-entropy of
         `model(x, task)`, or the output itself where there are no labels.
         """
@@ -165,8 +181,11 @@ class Method:
                 "The optimizer given to begin_task never stepped in this task, so the method could not act. "
                 "Is another optimizer object doing the steps? Give that one to begin_task.",
             )
+        self.check_weights_finite()
+        checked = Batches(batches)
         with self._recompiling_if_hooks_change():
-            self._finish_task(batches, forward or self._default_forward)
+            with explain_batch_errors(checked, self.model, is_default=forward is None):
+                self._finish_task(checked, forward or self._default_forward)
             plan.detach()
             self.plan = None
         head = self.heads.get_head(plan.task, self.tasks).state_dict()
@@ -174,6 +193,8 @@ class Method:
         self.knowledge.head_digests[plan.task] = digest
         self._check_ranks(plan.task, digest)
         self._record_outputs(plan.task)
+        self.knowledge.weight_dtypes = self._list_dtypes()
+        _LEARNED.setdefault(self.model, set()).add(plan.task)
 
     def loss(self, x: Any, output: Any) -> Tensor:
         """A term to add to the task's loss; 0 for methods that need none."""
@@ -222,6 +243,8 @@ class Method:
 
         The model must have its heads and its saved weights by now.
         """
+        if not isinstance(state, Mapping) or not {"method", "settings", "knowledge", "plan"} <= state.keys():
+            raise ValueError("This is not the state of a method: give what method.state_dict() returned.")
         if state["method"] != type(self).__name__:
             raise ValueError(f"This is the state of {state['method']}, not of {type(self).__name__}.")
         plan = state["plan"]
@@ -266,6 +289,7 @@ class Method:
     def close(self) -> None:
         """Remove all hooks and undo all changes to the model but those of its weights."""
         self._drop_plan()
+        _LEARNED.get(self.model, set()).difference_update(self.tasks)
 
     def _drop_plan(self) -> None:
         if self.plan is not None:
@@ -369,7 +393,15 @@ class Method:
         stored, changed, unrecorded = None, [], []
         for x, number in ((inputs, seed), (probe, None)):
             if x is not None:
-                outputs = self.head_outputs(x)
+                try:
+                    outputs = self.head_outputs(x)
+                except Exception as error:
+                    if x is not probe:
+                        raise
+                    raise ValueError(
+                        f"certificate(probe): the model cannot run on {describe_value(x)}. Give a batch of inputs as "
+                        "the model takes them."
+                    ) from error
                 if isinstance(x, Tensor):
                     stored = ProbeOutputs.from_outputs(x, outputs, number, self.model)
                 more, missing = compare_outputs(self.knowledge.output_digests, x, self.model, outputs)
@@ -445,13 +477,45 @@ class Method:
 
     def check_weights_finite(self) -> None:
         """Raise where training diverged, before the task becomes knowledge."""
-        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad}
+        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad and not is_lazy(p)}
         broken = [n for n, p in trained.items() if p.is_floating_point() and not bool(p.isfinite().all())]
         if broken:
             raise FloatingPointError(
                 f"Weights of task {self.task!r} are not finite ({', '.join(broken[:3])}): training diverged. The task "
-                "was not ended; go back to the last good weights, or lower the learning rate."
+                f"was not ended; go back to the last good weights, or {self._divergence_advice}."
             )
+
+    def _warn_of_unprotected(self) -> None:
+        """Warn where a new task will change what the method cannot protect: a shared head, another method's tasks."""
+        if self.tasks and self.heads.is_shared:
+            self.warn_once(
+                "shared head",
+                f"All tasks share one head ({self.heads.place!r}), which every task trains, so outputs of old tasks "
+                "change whatever the method does. Give each task a head of its own, e.g. with MultiHead(trunk).",
+            )
+        dtypes, before = self._list_dtypes(), self.knowledge.weight_dtypes
+        if before and dtypes != before:
+            self.warn_once(
+                "dtype",
+                f"The model's weights are {', '.join(dtypes)} and were {', '.join(before)} when task "
+                f"{self.tasks[-1]!r} ended. What the method keeps is converted too, but rounding may have changed the "
+                "outputs of old tasks. Convert a model before its first task; for half precision use torch.autocast.",
+            )
+        if others := sorted(_LEARNED.get(self.model, set()).difference(self.tasks)):
+            self.warn_once(
+                "other method",
+                f"The model learned {', '.join(others)} with another method object; this one does not protect what "
+                "was learned there. Make the method once, before the loop over tasks, or load its state; if this is "
+                "meant, call close() of the other one first.",
+            )
+
+    def _list_dtypes(self) -> list[str]:
+        parameters = list_parameters(self.model).values()
+        return sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
+
+    @property
+    def _divergence_advice(self) -> str:
+        return "lower the learning rate"
 
     def _check_ranks(self, task: str, digest: str) -> None:
         """Warn where ranks that train together ended a task with other weights of its head."""

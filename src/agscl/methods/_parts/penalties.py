@@ -230,6 +230,14 @@ class WeightMethod(Method):
         heads = set() if self.heads.is_shared or not norms else self.heads.modules(self.tasks)
         return {name: norm for name, norm in norms.items() if id(norm) not in heads}
 
+    def _prepare_task(self, task: str) -> None:
+        """Let what is kept for each weight follow its dtype and device, which may have changed between tasks."""
+        parameters = list_parameters(self.model)
+        for table in (getattr(self.knowledge, key) for key in self.knowledge.purposes):
+            for name, tensor in table.items():
+                if name in parameters and isinstance(tensor, Tensor):
+                    table[name] = tensor.to(parameters[name])
+
     def switch_statistics_by_task(self) -> None:
         """With batchnorm="per_task", run each task with its own statistics from now on."""
         if (
@@ -269,9 +277,8 @@ class WeightMethod(Method):
         assert plan is not None
         plan.rebuild_if_changed()
         protected = self.find_protected()
-        self._check_finite(protected)
         new = self._measure_importances(protected, batches, forward)
-        self._check_finite(new)
+        self._check_importances(new)
         distance = self._sum_weighted_distances() if len(self.tasks) > 1 else None
         if distance is not None and plan.steps and self.strength and self._has_importance() and not bool(distance):
             self.warn_once(
@@ -287,13 +294,20 @@ class WeightMethod(Method):
             **self._describe_importances(),
         }
 
-    def _check_finite(self, tensors: Mapping[str, Tensor]) -> None:
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+    @property
+    def _divergence_advice(self) -> str:
+        return (
+            f"lower the learning rate or {self.strength_setting} (under SGD a weight overshoots once rate × the "
+            "penalty's curvature is above 2)"
+        )
+
+    def _check_importances(self, importances: Tensors) -> None:
+        if not all(bool(importance.isfinite().all()) for importance in importances.values()):
             raise FloatingPointError(
-                f"Weights or importances of task {self.task!r} are not finite: training diverged. The task was not "
-                "ended; go back to the last good weights, and lower the learning rate or "
-                f"{self.strength_setting} (under SGD a weight overshoots once rate × the penalty's curvature is above "
-                "2)."
+                f"Importances of task {self.task!r} are not finite, though the weights are. The task was not ended. "
+                "Where examples are run one by one, does the model compute something over a batch, such as a "
+                "deviation? Then measure by mini-batches (EWC: fisher='batched'; MAS: batch=20). Else "
+                f"{self._divergence_advice}."
             )
 
     def _measure_importances(

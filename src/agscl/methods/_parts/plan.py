@@ -118,6 +118,8 @@ class Plan:
         plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
         earlier = {id(p): required for plan in plans for p, required in plan._requires_grad_before}
         for parameter in parameters:  # what another method froze already was trainable before
+            if isinstance(parameter, UninitializedParameter):  # of a head that no forward pass has run yet
+                continue
             self._requires_grad_before.append((parameter, earlier.get(id(parameter), parameter.requires_grad)))
             parameter.requires_grad_(False)
             parameter.grad = None

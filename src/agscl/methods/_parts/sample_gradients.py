@@ -116,9 +116,9 @@ def _sum_sample_gradients(
         return list(gradients.values())
 
     first = tree_unflatten([_slice_samples(leaf, samples, 0, 1) for leaf in leaves], shape)
-    values = scorer(first)[0]
     total: list[Tensor] | None = None
     try:
+        values = scorer(first)[0]
         for one_hot in torch.eye(len(values), dtype=values.dtype, device=values.device).split(max(1, max_gradients)):
             width = max(1, max_gradients // len(one_hot))
             for start in range(0, samples, width):
@@ -131,8 +131,8 @@ def _sum_sample_gradients(
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"torch.func.vmap could not compute per-sample gradients: {error}\nMeasure by mini-batches instead "
-            "(EWC: fisher='batched'; MAS: batch=20)."
+            f"Gradients of single examples could not be computed (with torch.func.vmap): {error}\nWhere the model "
+            "needs several examples at once, measure by mini-batches instead (EWC: fisher='batched'; MAS: batch=20)."
         ) from error
     assert total is not None
     return total

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+import numbers
 import types
 import typing
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "find_wrong_type"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of a method's config. Settings with a `Literal` type are checked here."""
+    """Base of a method's config. Values are checked here against their types: numbers, booleans and `Literal`s."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
         for setting in fields(self):
-            value, choices = getattr(self, setting.name), _find_choices(hints[setting.name])
-            if choices is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
-                self._refuse(f"{setting.name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+            value = getattr(self, setting.name)
+            if isinstance(value, numbers.Real) and not isinstance(value, int | float):  # of numpy
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
+                object.__setattr__(self, setting.name, value)
+        if wrong := find_wrong_type(self):
+            self._refuse(wrong)
 
     def _require(self, is_valid: bool, rule: str) -> None:
         if not is_valid:
@@ -36,19 +39,35 @@ class Settings:
         raise ValueError(f"{type(self).__name__.removesuffix('Config')}: {rule}.")
 
 
-def _find_choices(hint: Any) -> list[Any] | None:
-    """All values that a hint of `Literal`s and booleans allows; None where it allows others."""
-    types_allowed = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    choices: list[Any] = []
-    for allowed in types_allowed:
-        if typing.get_origin(allowed) is Literal:
-            choices += typing.get_args(allowed)
-        elif allowed is bool:
-            choices += [True, False]
-        else:
-            return None
-    return choices if any(typing.get_origin(allowed) is Literal for allowed in types_allowed) else None
+_KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
+
+
+def find_wrong_type(config: Any) -> str | None:
+    """A sentence about the first field of a dataclass whose value is not of its type; None where all are."""
+    hints = typing.get_type_hints(type(config))
+    for setting in fields(config):
+        value, allowed = getattr(config, setting.name), _list_allowed(hints[setting.name])
+        if any(_is_allowed(value, hint) for hint in allowed):
+            continue
+        choices = [repr(choice) for hint in allowed for choice in typing.get_args(hint)]
+        choices += [_KINDS[hint] for hint in allowed if hint in _KINDS]
+        rule = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}, not {value!r}"
+        is_infinite = float in allowed and isinstance(value, str) and value.strip("+-").lower() in ("inf", "infinity")
+        return f"{setting.name} {rule}{' (infinity is math.inf)' if is_infinite else ''}"
+    return None
+
+
+def _list_allowed(hint: Any) -> tuple[Any, ...]:
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _is_allowed(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the type `hint`; types that are not numbers, booleans or `Literal`s allow everything."""
+    if typing.get_origin(hint) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, hint) if hint in _KINDS else True

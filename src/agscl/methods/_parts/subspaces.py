@@ -158,6 +158,11 @@ class SubspaceMethod(FrozenPartsMethod):
         """The basis of a weight with what the inputs of the task that ends add to it."""
         raise NotImplementedError
 
+    def _default_forward(self, batch: Any) -> Any:
+        """Inputs of layers are all that is collected: no labels are needed."""
+        assert self.task is not None
+        return self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
+
     def _collect_inputs(self, batches: Iterable[Any], forward: Forward) -> dict[str, Tensor]:
         """Per weight, inputs of its layer on a random sample of the task's data: (groups, columns, inputs)."""
         generator = torch.Generator().manual_seed(self.config.seed * 1009 + len(self.tasks))
@@ -179,7 +184,10 @@ class SubspaceMethod(FrozenPartsMethod):
             for start in range(0, count, CHUNK_SIZE):
                 forward(_select_rows(sample, torch.arange(start, min(start + CHUNK_SIZE, count))))
         if not layer_inputs:
-            raise RuntimeError("No layer ran while end_task collected inputs: does `forward` run the model?")
+            raise RuntimeError(
+                f"No layer whose weight {self.title} can project ran while end_task collected inputs: does `forward` "
+                "run the model, or are its weights computed from others (weight_norm)?"
+            )
         return {name: torch.cat(parts, 2) for name, parts in _gather_ranks(layer_inputs).items()}
 
     @classmethod
