@@ -157,7 +157,7 @@ class NodeGraph:
                 break
             self.exclude = (*self.exclude, *new)
             try:
-                self._build(example_input)
+                self._build(self.example)
                 break
             except NodeGraphError as next_error:
                 error = next_error
