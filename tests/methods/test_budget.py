@@ -426,7 +426,11 @@ def test_capacity_says_per_layer_what_each_task_has_taken_and_how_many_more_fit(
         assert layer.tasks_left == budgets.count_tasks_left(layer.free, 0.25, 2)
     assert f"{capacity.tasks_left} more tasks will find free nodes in every layer (budget 0.25)" in str(capacity)
     assert max(map(len, str(capacity).splitlines())) <= 80
-    assert method.statistics()["capacity"] == capacity.as_dict()
+    summary = method.statistics()["capacity"]
+    assert summary["tasks_left"] == capacity.tasks_left
+    for layer, summarised in zip(capacity.layers, summary["layers"], strict=True):
+        assert summarised["taken"] == layer.nodes - layer.free
+        assert summarised["taken_by_last"] == layer.taken["t1"]
 
 
 def test_a_network_that_is_nearly_full_is_warned_about_before_it_is():

@@ -117,8 +117,8 @@ def _make_capacity_table(capacity: Mapping[str, Any]) -> Table:
     fits = "" if left is None else f": room for {left} more task{'' if left == 1 else 's'}"
     table = make_table(f"Capacity{fits}", "layer", "nodes", "taken", "by the last task", "free", "more tasks")
     for layer in capacity["layers"]:
-        taken, more = list(layer["taken"].values()), layer["tasks_left"]
-        figures = (layer["nodes"], sum(taken), taken[-1], layer["free"], "–" if more is None else more)
+        more = "–" if layer["tasks_left"] is None else layer["tasks_left"]
+        figures = (layer["nodes"], layer["taken"], layer["taken_by_last"], layer["free"], more)
         table.add_row(_shorten(layer["layer"], 24), *map(str, figures))
     return table
 

@@ -1,9 +1,8 @@
 """AGS-CL: node-importance based adaptive group sparse regularisation (Jung, Ahn, Cha, Moon; NeurIPS 2020).
 
-Nodes are free (never yet useful) or important. While a task is learned, free nodes are pruned down to a budget (by
-default), or shrunk towards zero by a proximal step (in the paper's form); important ones are frozen, or pulled back to
-their anchors, exactly; weights from a later node into an earlier one are zero. When the task ends, nodes that were
-active become important, and free ones get fresh weights.
+Nodes are free (never yet useful) or important. While a task is learned, free nodes are pruned down to a budget, or, in
+the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly; weights from
+a later node into an earlier one are zero. When it ends, active nodes become important, and free ones get fresh weights.
 
 The file follows section 3 of the paper; numbers in brackets are its equations. The budget is in `_parts.budget`.
 """
@@ -23,7 +22,7 @@ from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
 from agscl.methods._parts.activations import measure_activations
 from agscl.methods._parts.agscl_certificate import certify_nodes
-from agscl.methods._parts.agscl_checks import check_after_task, check_before_task, check_epoch
+from agscl.methods._parts.agscl_checks import check_activations, check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.budget import BUDGET_RULE, NodePruner, check_budget, is_budget
@@ -123,14 +122,14 @@ class AGSCLPlan(NodePlan):
     """One task: which rows are free and important, how strongly each is penalised, and what steps do to them."""
 
     method: AGSCL
-    saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norms", "start_rows", "pruner")
+    saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norm", "start_rows", "pruner")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         rates = LayerRates(self.graph, self.optimizers)
         self.schedule = ProximalSchedule(rates, self.method.config.prox_every, self.steps_per_epoch)
         self.norms = NodeNormFreezer(self.graph, ~self.method.knowledge.free)
-        self.start_norms: list[float] = []  # of free groups, smallest and median, for the checks
+        self.start_norm = 0.0  # the smallest norm of a free group as the task began, for the checks
         self.start_rows: list[Tensor] = []  # with prox=False, all rows as the task began
         self.pruner = NodePruner(self, self.method.config.budget)
 
@@ -209,10 +208,9 @@ class AGSCLPlan(NodePlan):
         if len(free) and config.mu and config.prox:  # (7), first line: exactly 0 where ‖θ‖ ≤ αμ
             thresholds = select_rates(alpha, free) * self.mu_factors * (config.mu * share)
             free.scatter_(shrink(free.gather(), thresholds, free.members))
-        if len(important) and config.lam and config.prox:  # second line: exactly the anchor where ‖θ − anchor‖ ≤ αλΩ
-            if math.isinf(config.lam):
-                important.scatter_(self.anchors)  # also at rate 0
-                return
+        if len(important) and math.isinf(config.lam) and config.prox:
+            important.scatter_(self.anchors)  # also at rate 0
+        elif len(important) and config.lam and config.prox:  # second line: exactly the anchor where ‖θ − anchor‖ ≤ αλΩ
             thresholds = self.omega * select_rates(alpha, important) * (config.lam * share)
             important.scatter_(pull(important.gather(), self.anchors, thresholds, important.members))
 
@@ -292,11 +290,7 @@ class AGSCL(NodeMethod):
             batches = make_repeatable(batches)  # they are run through twice
             recompute_statistics(norms, self.model, batches, forward)
         activations = measure_activations(self.graph, batches, forward, config.importance_mode)
-        if not bool(activations.isfinite().all()):
-            raise FloatingPointError(
-                f"Activations of task {self.task!r} are not finite: training diverged. The task was not ended; "
-                "go back to the last good weights, or lower the learning rate."
-            )
+        check_activations(plan, activations)
         before = ~knowledge.free
         changed = knowledge.digests.compare(before)
         if not config.prox:
@@ -318,15 +312,15 @@ class AGSCL(NodeMethod):
         knowledge.anchors = Rows(self.graph, ~knowledge.free).gather()
         knowledge.task_steps = plan.steps
         knowledge.digests.update()
-        knowledge.statistics = count_nodes(knowledge.free, before, changed) | {"capacity": self.capacity().as_dict()}
+        knowledge.statistics = count_nodes(knowledge.free, before, changed) | {"capacity": self.capacity().summarise()}
 
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:
         """(I.2) A share ρ of each layer's free nodes get fresh incoming weights; `new` just became important."""
-        generator = self.knowledge.generator
-        synchronise_generator(generator, self.knowledge.omega.device)
+        knowledge, generator = self.knowledge, self.knowledge.generator
+        synchronise_generator(generator, knowledge.omega.device)
         needed = new.cpu() if self.config.rand_init == "needed" else None
-        chosen = choose_groups(self.graph, self.knowledge.free.cpu(), self.config.rho, generator, needed)
-        reinitialise_(self.graph, chosen, generator, plan.optimizers, self.knowledge.initial_weights)
+        chosen = choose_groups(self.graph, knowledge.free.cpu(), self.config.rho, generator, needed)
+        reinitialise_(self.graph, chosen, generator, plan.optimizers, knowledge.initial_weights)
 
     # What it reports -------------------------------------------------------------------------------------------------
 

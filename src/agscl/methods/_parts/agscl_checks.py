@@ -14,7 +14,7 @@ from agscl.methods._parts.proximal import group_norms
 if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLPlan
 
-__all__ = ["check_after_task", "check_before_task", "check_epoch"]
+__all__ = ["check_activations", "check_after_task", "check_before_task", "check_epoch"]
 
 LATE_SHARE = 0.02
 """Pruning a larger share of all nodes than this when a task ends is worth a warning."""
@@ -36,7 +36,7 @@ def check_before_task(plan: AGSCLPlan) -> None:
             "Freeze them (requires_grad_(False)) or add them to the optimizer.",
         )
     norms = group_norms(free.gather(), free.members) / plan.mu_factors if len(free) else torch.zeros(1)
-    plan.start_norms = [float(norms.min()), float(norms.median())]
+    plan.start_norm = float(norms.min())
     if len(method.tasks) < 2:
         return
     if not len(plan.important_rows):
@@ -61,6 +61,15 @@ def check_epoch(plan: AGSCLPlan) -> None:
         )
 
 
+def check_activations(plan: AGSCLPlan, activations: Tensor) -> None:
+    """Refuse to end a task whose activations are not finite."""
+    if not bool(activations.isfinite().all()):
+        raise FloatingPointError(
+            f"Activations of task {plan.task!r} are not finite: training diverged. The task was not ended; "
+            "go back to the last good weights, or lower the learning rate."
+        )
+
+
 def check_after_task(plan: AGSCLPlan, active: Tensor, important: int, unmoved: int) -> None:
     """Warn about what could not act, did harm or will run out.
 
@@ -77,12 +86,12 @@ def check_after_task(plan: AGSCLPlan, active: Tensor, important: int, unmoved: i
         _check_proximal_steps(plan)
     if config.budget is not None:
         _check_pruning(plan)
-    elif config.mu * float(plan.schedule.rate_sum) < plan.start_norms[0] and config.prox and plan.steps:
+    elif config.mu * float(plan.schedule.rate_sum) < plan.start_norm and config.prox and plan.steps:
         method.warn_once(
             "mu",
             f"mu ({config.mu:g}) is too small to free a node, other than those that never fire: in this task it could "
             f"take {config.mu * float(plan.schedule.rate_sum):.3g} off a node's norm, and the smallest was "
-            f"{plan.start_norms[0]:.3g}. {_USE_BUDGET}. Or search for mu: too large a value ruins the task.",
+            f"{plan.start_norm:.3g}. {_USE_BUDGET}. Or search for mu: too large a value ruins the task.",
         )
         return
     _check_layers(plan, active.cpu())

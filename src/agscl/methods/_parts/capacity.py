@@ -41,8 +41,14 @@ class Capacity:
         left = [layer.tasks_left for layer in self.layers if layer.tasks_left is not None]
         return min(left, default=None)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"tasks_left": self.tasks_left, "layers": [asdict(layer) for layer in self.layers]}
+    def summarise(self) -> dict[str, Any]:
+        """As plain values, with what all tasks and what the last task has taken."""
+        layers = [
+            {**asdict(layer), "taken": sum(taken), "taken_by_last": taken[-1] if taken else 0}
+            for layer in self.layers
+            for taken in [list(layer.taken.values())]
+        ]
+        return {"tasks_left": self.tasks_left, "layers": layers}
 
     def __str__(self) -> str:
         width = max(len("layer"), *(len(layer.layer) for layer in self.layers))
@@ -68,7 +74,8 @@ def measure_capacity(graph: NodeGraph, first_task: Tensor, tasks: Sequence[str],
         if not len(own):  # all its nodes are counted with another layer's
             continue
         free = int((own == NEVER).sum())
-        taken = {task: int((own == number).sum()) for number, task in enumerate(tasks)}
+        counts = own[own != NEVER].bincount(minlength=len(tasks)).tolist()
+        taken = dict(zip(tasks, counts, strict=True))
         left = None if budget is None else count_tasks_left(free, budget, len(tasks))
         layers.append(LayerCapacity(name, len(own), taken, free, left))
     return Capacity(budget, layers)
