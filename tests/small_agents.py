@@ -13,8 +13,9 @@ from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
 from agscl.networks.mlp import MLP
-from agscl.reinforcement import EnvironmentTask, PPOConfig, ReinforcementTrainer
+from agscl.reinforcement import EnvironmentTask, PPOConfig
 from agscl.reinforcement.environments import Array, Environments, Transition
+from agscl.reinforcement.trainer import ReinforcementTrainer
 from agscl.runs import hash_state
 
 QUICK = PPOConfig(

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
-from agscl.reinforcement import load_environments
 from agscl.reinforcement.environments import GymTask
+from agscl.reinforcement.sequences import load_environments
 
 
 def load(*names: str) -> tuple[GymTask, ...]:

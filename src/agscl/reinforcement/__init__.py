@@ -2,7 +2,5 @@
 
 from agscl.reinforcement.config import PPOConfig
 from agscl.reinforcement.environments import EnvironmentTask
-from agscl.reinforcement.sequences import load_environments
-from agscl.reinforcement.trainer import ReinforcementTrainer
 
-__all__ = ["EnvironmentTask", "PPOConfig", "ReinforcementTrainer", "load_environments"]
+__all__ = ["EnvironmentTask", "PPOConfig"]

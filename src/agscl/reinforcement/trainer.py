@@ -32,6 +32,7 @@ from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
 from agscl.training.optimizers import load_optimizer_state_dict, optimizer_state_dict
 from agscl.training.seeds import derive_seed
+from agscl.training.trainer import place_model
 
 Event = dict[str, Any]
 
@@ -78,7 +79,7 @@ class ReinforcementTrainer:
         self.iteration = 0  # iterations of the task under way that are done
         self.pending: list[float] | None = None  # an evaluation under way: the scores of the first tasks
         self.scores: list[list[float]] = []  # [i][j]: on task j after learning task i
-        self.evaluations: list[dict[str, Any]] = []  # all of them: task, steps of it, scores on the tasks so far
+        self.evaluations: list[dict[str, Any]] = []  # all of them: task, steps of it, scores, and relative ones
         self.losses: list[list[float]] = []
         self.statistics: list[dict[str, Any]] = []
         self.recent: deque[float] = deque(maxlen=RECENT)  # scores of the last training episodes
@@ -114,7 +115,7 @@ class ReinforcementTrainer:
         task, config = self.task, self.config
         torch.manual_seed(derive_seed(self.seed, self.task_index))
         add_actor_critic(self.model, task)
-        self._place_model()
+        place_model(self.model, self.device, self.config)
         self.optimizer = self._make_optimizer()
         self.method.begin_task(
             task.name,
@@ -143,8 +144,7 @@ class ReinforcementTrainer:
         self.emit(
             {
                 "event": "iteration",
-                "task": self.task_index,
-                "iteration": self.iteration,
+                **self.describe_position(),
                 "steps": self.iteration * config.samples,
                 "lr": rate,
                 "score": self.recent_score,
@@ -176,7 +176,8 @@ class ReinforcementTrainer:
             return
         scores, self.pending = self.pending, None
         steps = self.iteration * self.config.samples
-        self.evaluations.append({"task": self.task_index, "steps": steps, "scores": scores})
+        relative = [task.relative_score(score) for task, score in zip(self.tasks, scores, strict=False)]
+        self.evaluations.append({"task": self.task_index, "steps": steps, "scores": scores, "relative": relative})
         self.emit({"event": "evaluation", "name": self.task.name, **self.describe_position(), **self.evaluations[-1]})
         if self.iteration == self.config.iterations:
             self._end_task(scores)
@@ -252,7 +253,8 @@ class ReinforcementTrainer:
 
     @property
     def valid_accuracies(self) -> list[list[float]]:
-        return []
+        """What a search compares: the same, as episodes are no data that could be held out."""
+        return self.accuracies
 
     def describe_position(self) -> dict[str, Any]:
         """The position, as events report it; `note` is for a person."""
@@ -270,11 +272,6 @@ class ReinforcementTrainer:
         return {"scores": self.scores, "evaluations": self.evaluations}
 
     # What a task is made of ------------------------------------------------------------------------------------------
-
-    def _place_model(self) -> None:
-        self.model.to(self.device)
-        if self.config.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _to_memory_format(self, x: Tensor) -> Tensor:
         channels_last = self.config.channels_last and x.dim() == 4
@@ -343,7 +340,7 @@ class ReinforcementTrainer:
         """Continue from a saved `state`; this trainer, its model and its method must be newly made."""
         for task in self.tasks[: state["task"] + (state["optimizer"] is not None)]:
             self.model.add_head(task.name, task.outputs)
-        self._place_model()
+        place_model(self.model, self.device, self.config)
         self.model.load_state_dict(state["model"])
         self.model.train()
         self.task_index, self.iteration, self.pending = state["task"], state["iteration"], state["pending"]
