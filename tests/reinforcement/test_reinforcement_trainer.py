@@ -125,3 +125,10 @@ def test_progress_counts_steps_and_the_note_says_how_fast():
 def test_two_tasks_of_one_name_are_refused():
     with pytest.raises(ValueError, match="same name"):
         make_agent(tasks=[*make_tasks(1), *make_tasks(1)])
+
+
+def test_an_unchanged_policy_has_the_same_score_in_every_evaluation():
+    trainer = make_control(AGSCL, mu=12.0)
+    finish(trainer)
+    assert trainer.scores[1][0] == trainer.scores[0][0]
+    assert {one["scores"][0] for one in trainer.evaluations if one["task"] == 1} == {trainer.scores[0][0]}

@@ -165,7 +165,7 @@ PRESETS: dict[str, Preset] = {
             evaluations=10,
         ),
         methods={
-            "agscl": {"mu": 5.0, "lam": math.inf, "rho": 1.0},
+            "agscl": {"mu": 8.0, "lam": math.inf, "rho": 1.0},
             "ewc": {"lam": 1000.0, "fisher": "empirical"},
             "mas": {"lam": 1.0},
             "finetune": {},

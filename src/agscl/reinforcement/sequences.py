@@ -35,7 +35,7 @@ HUMAN_SCORES = {
     "name_this_game": 8049.0,
 }
 """A person's scores, as papers on Atari agents quote them. Here they are units, which cancel in the paper's ratios."""
-CONTROL = ("CartPole-v1", "Acrobot-v1", "FrozenLake-v1:is_slippery=false")
+CONTROL = ("Acrobot-v1", "CartPole-v1", "FrozenLake-v1:is_slippery=false")
 """Environments that PPO learns in seconds."""
 GYM_SCORES = {
     "CartPole": (0.0, 500.0),

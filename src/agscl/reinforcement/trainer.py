@@ -171,7 +171,8 @@ class ReinforcementTrainer:
         """Evaluate the next task of the evaluation under way; after the last of them, record it."""
         assert self.pending is not None
         index = len(self.pending)
-        self.pending.append(self.evaluate(index, derive_seed(self.seed, EVALUATE, self.task_index, self.iteration)))
+        # The same episodes each time: a policy that is unchanged has the same score.
+        self.pending.append(self.evaluate(index, derive_seed(self.seed, EVALUATE, index)))
         if index < self.task_index:
             return
         scores, self.pending = self.pending, None
