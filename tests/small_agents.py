@@ -10,8 +10,8 @@ import torch
 
 from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
+from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.networks.mlp import MLP
 from agscl.reinforcement import EnvironmentTask, PPOConfig
 from agscl.reinforcement.environments import Array, Environments, Transition
@@ -91,7 +91,7 @@ def make_agent(
     torch.manual_seed(seed)
     model = MultiHead(MLP(tasks[0].input_shape[0], (width, width)), features=width)
     if issubclass(method, NodeMethod):
-        settings = {**(FROZEN if method is AGSCL else {}), **settings}
+        settings = {**(FROZEN if method is PaperAGSCL else {}), **settings}
         settings["example_input"] = torch.randn(2, *tasks[0].input_shape)
     return ReinforcementTrainer(model, method(model, **settings), tasks, config, seed=seed)
 

@@ -17,6 +17,7 @@ from agscl.methods.finetune import FineTune
 from agscl.methods.hat import HAT
 from agscl.methods.mas import MAS
 from agscl.methods.packnet import PackNet
+from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.methods.si import SI
 from agscl.reinforcement import PPOConfig
 from agscl.reinforcement.importance import make_importance_forward
@@ -174,7 +175,16 @@ def test_gradients_are_clipped_over_all_parameters_with_penalties_inside():
 
 @pytest.mark.parametrize(
     ("method", "settings"),
-    [(EWC, {"fisher": "empirical"}), (EWC, {}), (MAS, {}), (SI, {}), (AGSCL, {}), (HAT, {}), (PackNet, {})],
+    [
+        (EWC, {"fisher": "empirical"}),
+        (EWC, {}),
+        (MAS, {}),
+        (SI, {}),
+        (PaperAGSCL, {}),
+        (AGSCL, {}),
+        (HAT, {}),
+        (PackNet, {}),
+    ],
 )
 def test_methods_run_unchanged(method, settings):
     trainer = make_agent(method, **settings)
@@ -186,7 +196,7 @@ def test_methods_run_unchanged(method, settings):
 # What the authors' code does otherwise -------------------------------------------------------------------------------
 
 
-def after_first_task(method=AGSCL, **settings):
+def after_first_task(method=PaperAGSCL, **settings):
     """An agent that has just begun its second task."""
     trainer = make_agent(method, **settings)
     learn_task(trainer)
@@ -263,7 +273,7 @@ def test_mas_measures_the_norm_of_the_policys_logits_and_the_value():
     assert trainer.method.knowledge.importances["trunk.layers.0.weight"].any()
 
 
-@pytest.mark.parametrize("method", [FineTune, AGSCL])
+@pytest.mark.parametrize("method", [FineTune, PaperAGSCL, AGSCL])
 def test_heads_of_earlier_tasks_keep_their_bits(method):
     trainer = after_first_task(method)
     before = {name: value.clone() for name, value in trainer.model.heads["count0"].state_dict().items()}
@@ -282,8 +292,9 @@ def test_each_task_starts_with_an_adam_without_moments_at_the_full_rate():
     assert trainer.optimizer.param_groups[0]["lr"] == QUICK.lr
 
 
-def test_with_frozen_nodes_the_policy_of_an_old_task_keeps_its_bits():
-    trainer = after_first_task()
+@pytest.mark.parametrize("method", [PaperAGSCL, AGSCL])
+def test_with_frozen_nodes_the_policy_of_an_old_task_keeps_its_bits(method):
+    trainer = after_first_task(method)
     x = torch.randn(16, 4)
     trainer.model.eval()
     with torch.no_grad():
@@ -313,7 +324,7 @@ def test_the_heads_start_orthogonal_the_actors_nearly_uniform():
 # Capturing -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [FineTune, AGSCL])
+@pytest.mark.parametrize("method", [FineTune, PaperAGSCL, AGSCL])
 def test_the_twin_of_captured_steps_learns_the_same(method):
     plain, twin = make_agent(method), make_agent(method, config=replace(QUICK, engine="captured"))
     finish(plain)
@@ -323,8 +334,9 @@ def test_the_twin_of_captured_steps_learns_the_same(method):
     assert plain.scores == twin.scores
 
 
-def test_an_update_reads_nothing_back_from_the_device(monkeypatch):
-    trainer = make_agent(AGSCL)
+@pytest.mark.parametrize("method", [FineTune, PaperAGSCL, EWC])
+def test_an_update_reads_nothing_back_from_the_device(monkeypatch, method):
+    trainer = make_agent(method)
     learn_task(trainer)
     trainer.advance()
     trainer.ppo.play()

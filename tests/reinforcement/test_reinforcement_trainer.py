@@ -128,7 +128,7 @@ def test_two_tasks_of_one_name_are_refused():
 
 
 def test_an_unchanged_policy_has_the_same_score_in_every_evaluation():
-    trainer = make_control(AGSCL, mu=12.0)
+    trainer = make_control(AGSCL)
     finish(trainer)
     assert trainer.scores[1][0] == trainer.scores[0][0]
     assert {one["scores"][0] for one in trainer.evaluations if one["task"] == 1} == {trainer.scores[0][0]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +68,8 @@ FIVE = _paper_settings((133_000.0, 40.0, 0.4), ewc=3000.0, mas=0.1)
 CUB200 = _paper_settings((1.5, 0.5, 0.1), ewc=8192.0, si=0.75, rwalk=50.0, mas=38.4)
 """The paper's EWC 40 and MAS 0.6, in the units of this library's λ."""
 ATARI: dict[str, Options] = {
-    "agscl": {"lam": 2105.0, "mu": 0.1, "rho": 1.0},
+    "agscl": {"budget": 8},
+    "paper-agscl": {"lam": 2105.0, "mu": 0.1, "rho": 1.0},
     "ewc": {"lam": 10_000.0, "fisher": "empirical"},
     "mas": {"lam": 1.0},
     "finetune": {},
@@ -165,7 +165,7 @@ PRESETS: dict[str, Preset] = {
             evaluations=10,
         ),
         methods={
-            "agscl": {"mu": 8.0, "lam": math.inf, "rho": 1.0},
+            "agscl": {"budget": 3},
             "ewc": {"lam": 1000.0, "fisher": "empirical"},
             "mas": {"lam": 1.0},
             "finetune": {},
@@ -198,7 +198,7 @@ PRESETS: dict[str, Preset] = {
             evaluation_episodes=4,
             evaluation_limit=250,
         ),
-        methods={**ATARI, "agscl": {"mu": 5.0, "lam": math.inf, "rho": 1.0}},
+        methods={**ATARI, "agscl": {"budget": 2}},
         seeds=1,
     ),
 }
