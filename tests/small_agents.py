@@ -85,14 +85,15 @@ def make_agent(
     config: PPOConfig = QUICK,
     width: int = 12,
     seed: int = 0,
+    device: str = "cpu",
     **settings: Any,
 ) -> ReinforcementTrainer:
     tasks = make_tasks() if tasks is None else tasks
     torch.manual_seed(seed)
-    model = MultiHead(MLP(tasks[0].input_shape[0], (width, width)), features=width)
+    model = MultiHead(MLP(tasks[0].input_shape[0], (width, width)), features=width).to(device)
     if issubclass(method, NodeMethod):
         settings = {**(FROZEN if method is PaperAGSCL else {}), **settings}
-        settings["example_input"] = torch.randn(2, *tasks[0].input_shape)
+        settings["example_input"] = torch.randn(2, *tasks[0].input_shape).to(device)
     return ReinforcementTrainer(model, method(model, **settings), tasks, config, seed=seed)
 
 

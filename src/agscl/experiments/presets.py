@@ -166,6 +166,7 @@ PRESETS: dict[str, Preset] = {
         ),
         methods={
             "agscl": {"budget": 3},
+            "paper-agscl": {"mu": 8.0, "lam": 1000.0, "rho": 1.0},
             "ewc": {"lam": 1000.0, "fisher": "empirical"},
             "mas": {"lam": 1.0},
             "finetune": {},
@@ -189,7 +190,7 @@ PRESETS: dict[str, Preset] = {
         network="atari",
         network_options={"filters": 32},
         training=PPOConfig(
-            steps=4096,
+            steps=2048,
             environments=16,
             rollout=32,
             epochs=4,

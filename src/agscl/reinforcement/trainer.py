@@ -301,7 +301,12 @@ class ReinforcementTrainer:
             environments = self.task.make(stop - start, seed, training=True)
             observations = _restore(environments, None if saved is None else saved[number])
             lanes.append(Lane(environments, slice(start, stop), observations, self.device))
-        runner = GraphRunner(self.device, enabled=self._captures)
+        optimizer = self.optimizer
+        runner = GraphRunner(
+            self.device,
+            enabled=self._captures,
+            before_capture=lambda: optimizer.zero_grad(set_to_none=True),  # the graph allocates gradients of its own
+        )
         return PPO(self.model, self.method, self.task, self.optimizer, self.config, lanes, runner)
 
     def check_finite(self, figures: dict[str, float]) -> None:
