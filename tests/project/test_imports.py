@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "networks": {"system", "data"},
     "training": LIBRARY | {"tasks"},
     "fast": {"system", "methods._parts", "training"},
-    "reinforcement": LIBRARY | {"training", "fast"},
+    "reinforcement": LIBRARY | {"training"},
     "runs": {"system"},
     "analysis": LIBRARY | {"tasks"},
     "testing": LIBRARY | {"tasks"},

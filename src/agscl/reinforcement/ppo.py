@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from agscl.fast.cuda_graphs import GraphRunner
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method
 from agscl.reinforcement.config import PPOConfig
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
+from agscl.training.engine import WorkRunner
 from agscl.training.seeds import derive_seed
 
 FIGURES = ("loss", "value_loss", "entropy", "clipped", "kl")
@@ -147,7 +147,7 @@ class PPO:
         optimizer: Adam,
         config: PPOConfig,
         lanes: Sequence[Lane],
-        runner: GraphRunner,
+        runner: WorkRunner,
     ) -> None:
         self.model, self.method, self.task, self.optimizer = model, method, task, optimizer
         self.config, self.lanes, self.runner = config, lanes, runner

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.optim import Adam
 
-from agscl.fast.cuda_graphs import GraphRunner
 from agscl.heads import MultiHead, check_task_name
 from agscl.methods._parts.lifecycle import Method
 from agscl.reinforcement.config import PPOConfig
@@ -30,6 +29,7 @@ from agscl.reinforcement.importance import make_importance_forward
 from agscl.reinforcement.ppo import PPO, Lane, add_actor_critic
 from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
+from agscl.training.engine import make_runner
 from agscl.training.optimizers import load_optimizer_state_dict, optimizer_state_dict
 from agscl.training.seeds import derive_seed
 from agscl.training.trainer import place_model
@@ -302,10 +302,10 @@ class ReinforcementTrainer:
             observations = _restore(environments, None if saved is None else saved[number])
             lanes.append(Lane(environments, slice(start, stop), observations, self.device))
         optimizer = self.optimizer
-        runner = GraphRunner(
+        runner = make_runner(
             self.device,
-            enabled=self._captures,
-            before_capture=lambda: optimizer.zero_grad(set_to_none=True),  # the graph allocates gradients of its own
+            lambda: optimizer.zero_grad(set_to_none=True),  # so that a graph allocates gradients of its own
+            captured=self._captures,
         )
         return PPO(self.model, self.method, self.task, self.optimizer, self.config, lanes, runner)
 
