@@ -1,4 +1,4 @@
-"""The paper's supervised experiments on data at hand: settings searched for every method alike, then several seeds.
+"""The paper's experiments on data at hand: settings searched for every method alike, then several seeds.
 
 AGSCL_DATA=FOLDER python benchmarks/supervised.py tinyimagenet32 --search --device cuda --fast     # results/search/…
 AGSCL_DATA=FOLDER python benchmarks/supervised.py tinyimagenet32 --seeds 5 --device cuda --fast    # results/…
@@ -142,7 +142,8 @@ def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[st
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    changes: dict[str, Any] = get_fast_settings(arguments.device) if arguments.fast else {}
+    preset = getattr(arguments, "preset", "digits")
+    changes: dict[str, Any] = get_fast_settings(arguments.device, preset) if arguments.fast else {}
     if arguments.epochs is not None:
         changes["epochs"] = arguments.epochs
     return arguments, changes

@@ -32,11 +32,13 @@ ALLOWED: dict[str, set[str]] = {
     "networks": {"system", "data"},
     "training": LIBRARY | {"tasks"},
     "fast": {"system", "methods._parts", "training"},
+    "reinforcement": LIBRARY | {"training"},
     "runs": {"system"},
     "analysis": LIBRARY | {"tasks"},
     "testing": LIBRARY | {"tasks"},
-    "experiments": LIBRARY | {"data", "tasks", "networks", "training", "runs", "analysis"},
-    "cli": LIBRARY | {"data", "tasks", "networks", "training", "runs", "analysis", "experiments", "agscl"},
+    "experiments": LIBRARY | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis"},
+    "cli": LIBRARY
+    | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "experiments", "agscl"},
     "agscl": LIBRARY,  # the public names, in __init__.py
 }
 
@@ -47,6 +49,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "tasks": {"sklearn"},
     "networks": {"safetensors"},
     "fast": {"triton"},
+    "reinforcement": {"ale_py", "gymnasium"},
     "runs": {"safetensors"},
     "cli": {"rich", "tyro"},
 }

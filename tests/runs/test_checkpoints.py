@@ -90,3 +90,37 @@ def test_when_every_checkpoint_is_damaged_there_is_none(tmp_path):
         path.write_bytes(b"")
     assert checkpoints.load() is None
     assert set(checkpoints.damaged) == {1, 2}
+
+
+def save_in_shards(folder, monkeypatch, count=2):
+    """Checkpoints with 3 tensors of 400 bytes each, in files of at most 800."""
+    monkeypatch.setattr("agscl.runs.checkpoints.SHARD_BYTES", 800)
+    checkpoints = Checkpoints(folder)
+    for number in range(1, count + 1):
+        checkpoints.save({"number": number, "tensors": [torch.full((100,), float(number + k)) for k in range(3)]})
+    return checkpoints
+
+
+def test_large_checkpoints_are_split_into_files_of_limited_size(tmp_path, monkeypatch):
+    checkpoints = save_in_shards(tmp_path, monkeypatch, count=3)
+    names = [f"00000{number}{end}" for number in (2, 3) for end in ("-01.safetensors", "-02.safetensors", ".json")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    state = checkpoints.load()
+    assert state["number"] == 3
+    assert [tensor[0].item() for tensor in state["tensors"]] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped", "swapped"])
+def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_is_used(tmp_path, monkeypatch, damage):
+    checkpoints = save_in_shards(tmp_path, monkeypatch)
+    first, second = (tmp_path / f"000002-0{number}.safetensors" for number in (1, 2))
+    if damage == "gone":
+        second.unlink()
+    elif damage == "flipped":
+        second.write_bytes(second.read_bytes()[:-1] + b"\x01")
+    else:
+        one, other = first.read_bytes(), second.read_bytes()
+        first.write_bytes(other)
+        second.write_bytes(one)
+    assert checkpoints.load()["number"] == 1
+    assert set(checkpoints.damaged) == {2}

@@ -7,7 +7,8 @@ learning task i, for j ≤ i.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Matrix = Sequence[Sequence[float]]
 
@@ -44,6 +45,19 @@ def forgetting(accuracies: Matrix) -> float:
         return 0.0
     best_accuracies = _best_accuracies(accuracies)[:-1]
     return _mean([best - last for last, best in zip(accuracies[-1][:-1], best_accuracies, strict=True)])
+
+
+def accumulated_rewards(
+    evaluations: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """The paper's normalised accumulated reward of each evaluation in reinforcement learning: the sum over the tasks
+    learned so far of the score, divided by the highest that fine-tuning (`reference`) ever had on that task."""
+    rows = [evaluation["relative"] for evaluation in reference]
+    best = [max(row[task] for row in rows if len(row) > task) for task in range(max(map(len, rows)))]
+    return [
+        sum(_ratio(score, highest) for score, highest in zip(evaluation["relative"], best, strict=False))
+        for evaluation in evaluations
+    ]
 
 
 def _best_accuracies(accuracies: Matrix) -> list[float]:

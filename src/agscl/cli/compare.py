@@ -76,10 +76,13 @@ def compare(
         else:
             names = [method for method in methods.split(",") if get_entry(method)]
     seeds = chosen.seeds if seeds is None else seeds
-    training_settings, method_settings = parse_settings_of_methods(list(dict.fromkeys([*names, REFERENCE])), set)
+    training_settings, method_settings = parse_settings_of_methods(
+        list(dict.fromkeys([*names, REFERENCE])), set, preset
+    )
     changes = collect_changes(
         {"epochs": epochs, "batch_size": batch_size, "lr": lr},
         training_settings,
+        preset=preset,
         device=device,
         fast=fast,
         tasks=tasks,

@@ -64,6 +64,7 @@ def collect_changes(
     by_option: Mapping[str, Any],
     by_set: Mapping[str, Any],
     *,
+    preset: str,
     device: str,
     fast: bool,
     tasks: str | None,
@@ -79,7 +80,7 @@ def collect_changes(
     if twice := [name for name in used if name in by_set]:
         option = f"--{twice[0].replace('_', '-')}"
         raise UsageError(f"{option} and --set {twice[0]}=… set the same thing: use only one of them")
-    changes = {**used, **(get_fast_settings(device) if fast else {}), **by_set}
+    changes = {**used, **(get_fast_settings(device, preset) if fast else {}), **by_set}
     if tasks is not None:
         changes["tasks"] = tasks
     if task_options:
@@ -87,12 +88,12 @@ def collect_changes(
     return changes
 
 
-def parse_settings(method: str, pairs: Sequence[str]) -> dict[str, Any]:
+def parse_settings(method: str, pairs: Sequence[str], preset: str) -> dict[str, Any]:
     """What `--set KEY=VALUE ...` says for a method, each value in the type of its setting."""
     from agscl.experiments.config import list_settings
 
     with value_errors_as_usage_errors():
-        types = list_settings(method)
+        types = list_settings(method, preset)
         settings = {}
         for pair in pairs:
             key, equals, text = pair.partition("=")
@@ -105,7 +106,7 @@ def parse_settings(method: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_settings_of_methods(
-    methods: Sequence[str], pairs: Sequence[str]
+    methods: Sequence[str], pairs: Sequence[str], preset: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """What `--set` says for several methods: settings of training (KEY=VALUE), and of methods (METHOD.KEY=VALUE)."""
     from agscl.experiments.config import list_settings
@@ -119,14 +120,14 @@ def parse_settings_of_methods(
         if dot:
             if method not in methods:
                 raise UsageError(f"--set {pair}: {method!r} is not one of the methods here: {', '.join(methods)}")
-            settings = parse_settings(method, [pair.removeprefix(f"{method}.")])
+            settings = parse_settings(method, [pair.removeprefix(f"{method}.")], preset)
             method_settings.setdefault(method, {}).update(settings)
         else:
             owners = [name for name in methods if key in METHODS[name].settings]
-            if owners and key not in list_settings(REFERENCE):
+            if owners and key not in list_settings(REFERENCE, preset):
                 raise UsageError(f"--set {pair}: name the method, e.g. --set {owners[0]}.{pair}")
             training_pairs.append(pair)
-    return parse_settings(REFERENCE, training_pairs), method_settings
+    return parse_settings(REFERENCE, training_pairs, preset), method_settings
 
 
 def parse_task_options(pairs: Sequence[str]) -> dict[str, Any]:

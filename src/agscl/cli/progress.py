@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,10 @@ from agscl.experiments.run import list_trained_methods
 if TYPE_CHECKING:
     from agscl.experiments.config import RunConfig
     from agscl.experiments.jobs import Job
+
+
+LINE_INTERVAL = 10.0
+"""Seconds between two plain lines on the progress within a task."""
 
 
 class _Bars:
@@ -63,6 +68,8 @@ class RunProgress(_TrainingBars):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(title_width=12)
         self._epochs = config.training.epochs
+        self._started: dict[str, tuple[float, float]] = {}  # by method: when its first event came, and its progress
+        self._last_line = 0.0  # when the last plain line on progress was printed
         self._methods = list_trained_methods(config)
         self._ids: dict[str, rich.progress.TaskID] = {}  # of the bars, by method
         self._all: rich.progress.TaskID | None = None  # the bar whose remaining time is that of the whole run
@@ -70,18 +77,30 @@ class RunProgress(_TrainingBars):
     def show_event(self, event: dict[str, Any]) -> None:
         method = event["method"]
         task = event["task"] + 1
+        self._started.setdefault(method, (time.monotonic(), event["progress"]))
         if event["event"] == "step":  # within an epoch; not in the event log
             if method in self._ids:
                 self._show_progress(method, event["progress"], self._describe_epoch(event))
             return
         if event["event"] == "task ended":
             accuracies = event["accuracies"]
+            word = "score" if "scores" in event else "accuracy"
             accuracy, average = format_percent(accuracies[-1]), format_percent(sum(accuracies) / len(accuracies))
             note = f"task {task}: {accuracy}, average {average}"
             if not console.is_terminal:
                 title = METHODS[method].title
-                print_line(f"{title:<12} task {task}: accuracy {accuracy}, average of all tasks so far {average}")
-        elif event["event"] == "epoch":
+                print_line(f"{title:<12} task {task}: {word} {accuracy}, average of all tasks so far {average}")
+        elif event["event"] == "environments restarted":
+            print_line(
+                f"{METHODS[method].title:<12} task {task}: environments were restarted; learning goes on as it was"
+            )
+            return
+        elif event["event"] == "evaluation":
+            note = event["note"]
+            if not console.is_terminal and time.monotonic() - self._last_line > LINE_INTERVAL:
+                self._last_line = time.monotonic()
+                print_line(f"{METHODS[method].title:<12} {note}{self._describe_time_left(method, event['progress'])}")
+        elif event["event"] in ("epoch", "iteration"):
             note = self._describe_epoch(event)
         else:
             note = f"task {task}, {event['name']}"
@@ -97,7 +116,17 @@ class RunProgress(_TrainingBars):
         if self._all is not None:
             self._bars.update(self._all, completed=self._methods.index(method) + progress)
 
+    def _describe_time_left(self, method: str, progress: float) -> str:
+        """The time the method will still take, judged by what this process did."""
+        start, before = self._started[method]
+        if progress <= before:
+            return ""
+        seconds = int((time.monotonic() - start) * (1 - progress) / (progress - before))
+        return f", {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+
     def _describe_epoch(self, event: dict[str, Any]) -> str:
+        if "note" in event:
+            return str(event["note"])
         loss = f", loss {event['loss']:.3f}" if "loss" in event else ""
         return f"task {event['task'] + 1}, epoch {event['epoch'] + 1}/{self._epochs}{loss}"
 

@@ -47,7 +47,8 @@ def run(
         describe(
             "PRESET",
             "The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or "
-            "tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data get` downloads what they need.",
+            "tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data get` downloads what they need. "
+            "Reinforcement learning: control (seconds), the paper's atari8; or atari8-short, atari-smoke.",
         ),
     ] = "digits",
     /,
@@ -98,7 +99,8 @@ def run(
         raise UsageError("TensorBoard is not installed: pip install 'agscl[tensorboard]'")
     changes = collect_changes(
         {"epochs": epochs, "batch_size": batch_size, "lr": lr},
-        parse_settings(method, set),
+        parse_settings(method, set, preset),
+        preset=preset,
         device=device,
         fast=fast,
         tasks=tasks,

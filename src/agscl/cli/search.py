@@ -69,7 +69,8 @@ def search(
 
     changes = collect_changes(
         {"epochs": epochs},
-        parse_settings(method, set),
+        parse_settings(method, set, preset),
+        preset=preset,
         device=device,
         fast=fast,
         tasks=tasks,

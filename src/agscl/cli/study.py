@@ -66,9 +66,15 @@ def study(
 
     with value_errors_as_usage_errors():
         methods = list_methods(study)
-    training_settings, method_settings = parse_settings_of_methods(methods, set)
+    training_settings, method_settings = parse_settings_of_methods(methods, set, preset)
     changes = collect_changes(
-        {"epochs": epochs}, training_settings, device=device, fast=fast, tasks=tasks, task_options=task_options
+        {"epochs": epochs},
+        training_settings,
+        preset=preset,
+        device=device,
+        fast=fast,
+        tasks=tasks,
+        task_options=task_options,
     )
     folder = runs / (name or choose_folder_name(f"study-{preset}", device, changes | method_settings))
     check_group_folder(folder, runs, "study")

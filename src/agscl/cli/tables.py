@@ -42,7 +42,12 @@ def print_run_summary(result: dict[str, Any], folder: Path) -> None:
     methods = result["methods"]
     for method, outcome in methods.items():
         console.print()
-        console.print(_make_accuracy_matrix(TITLES[method], tasks, outcome["accuracies"]))
+        scores = outcome.get("scores")
+        console.print(
+            _make_accuracy_matrix(TITLES[method], tasks, outcome["accuracies"])
+            if scores is None
+            else _make_score_matrix(TITLES[method], tasks, scores)
+        )
     console.print()
     console.print(_make_metrics_table(methods))
     method, outcome = list(methods.items())[-1]
@@ -83,17 +88,33 @@ def _make_accuracy_matrix(title: str, tasks: list[str], accuracies: list[list[fl
     return table
 
 
+def _make_score_matrix(title: str, tasks: list[str], scores: list[list[float]]) -> Table:
+    is_wide = len(tasks) > 5
+    columns = [str(index + 1) if is_wide else task for index, task in enumerate(tasks)]
+    table = make_table(f"{title}: score on each task", "after learning", *columns)
+    for index, row in enumerate(scores):
+        label = f"{index + 1} {tasks[index]}" if is_wide else tasks[index]
+        table.add_row(label, *[f"{score:.{0 if abs(score) >= 100 else 1}f}" for score in row])
+    return table
+
+
 def _make_metrics_table(methods: dict[str, Any]) -> Table:
+    is_score = any("scores" in outcome for outcome in methods.values())
+    quantity = "score" if is_score else "accuracy"
     table = make_table("At the end", "", *[TITLES[method] for method in methods])
     table.columns[0].no_wrap = False  # on a narrow terminal the labels wrap, and no figure is cut
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "average accuracy": lambda outcome: format_percent(outcome["average_accuracy"]),
+        f"average {quantity}": lambda outcome: format_percent(outcome["average_accuracy"]),
         "plasticity (just learned, relative to fine-tuning)": lambda outcome: (
             "–" if outcome["plasticity"] is None else f"{outcome['plasticity']:.3f}"
         ),
         "stability (at the end, relative to the best)": lambda outcome: f"{outcome['stability']:.3f}",
-        "forgetting (accuracy lost since the best)": lambda outcome: format_percent(outcome["forgetting"]),
+        f"forgetting ({quantity} lost since the best)": lambda outcome: format_percent(outcome["forgetting"]),
     }
+    if is_score:
+        rows["accumulated reward (sum of scores, relative to fine-tuning's best)"] = lambda outcome: (
+            f"{outcome['accumulated_rewards'][-1]:.2f}" if "accumulated_rewards" in outcome else "–"
+        )
     for label, format_value in rows.items():
         table.add_row(label, *[format_value(outcome) for outcome in methods.values()])
     return table
@@ -140,7 +161,7 @@ def print_comparison(collected: Mapping[str, Any]) -> None:
     table = make_table(
         f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed",
         "method",
-        "average acc., %",
+        "average score, %" if any("scores" in row for row in collected.values()) else "average acc., %",
         "plasticity",
         "stability",
         "forgetting, %",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agscl.analysis.perturbation import PerturbationCurve, order_layer_by_layer, prune_in_order
-from agscl.experiments.build import build_trainer, load_tasks
+from agscl.experiments.build import build_supervised, load_supervised
 from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import use_threads
 from agscl.experiments.jobs import Job
@@ -75,16 +75,16 @@ def _measure_run(job: Job, on_message: Callable[[str], None]) -> dict[str, Any]:
     if state is None or config.method not in state["finished"]:
         raise RunError(f"the last checkpoint of {job.folder} is missing or damaged: remove the folder to run it again")
     run.check_checkpoint_config(state, config.as_dict())
-    sequence = load_tasks(config)
+    sequence = load_supervised(config)
     on_message(f"Training the first task of seed {config.seed} once more, to measure the network after it.")
     threads = read_checked_json(job.folder / "environment.json").get("threads", torch.get_num_threads())
     with tf32_for(config.training.precision), use_threads(threads):  # both decide the last bits
-        first = build_trainer(config, config.method, sequence[:1])
+        first = build_supervised(config, config.method, sequence[:1])
         while first.advance():
             pass
         if not load_certificate(job.folder / "certificates" / "01.json").check(first.model.state_dict()).ok:
             on_message("Its weights differ in bits from the run's, as they may on a GPU or with another torch.")
-        last = build_trainer(config, config.method, sequence)
+        last = build_supervised(config, config.method, sequence)
         last.load_state_dict(state["trainer"])
         return {str(trainer.task_index): _measure_curves(trainer, config) for trainer in (first, last)}
 

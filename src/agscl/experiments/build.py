@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,17 +18,33 @@ from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.networks import NETWORKS
+from agscl.reinforcement import EnvironmentTask, PPOConfig
+from agscl.reinforcement.sequences import load_environments
+from agscl.reinforcement.trainer import ReinforcementTrainer
 from agscl.runs import WrongOptions
 from agscl.tasks import TaskSequence
-from agscl.training import Trainer
+from agscl.training import Trainer, TrainingConfig
 from agscl.training.seeds import derive_seed
 
+AnySequence = TaskSequence | tuple[EnvironmentTask, ...]
+AnyTrainer = Trainer | ReinforcementTrainer
 HOLD_OUT = 0.1
 """Share of the training examples used for validation, where a run or a search needs some and the tasks have none."""
 
 
-def load_tasks(config: RunConfig) -> TaskSequence:
-    """The task sequence of a run, with a validation split where training needs one."""
+def load_tasks(config: RunConfig) -> AnySequence:
+    """The task sequence of a run: of data, or of environments."""
+    if not isinstance(config.training, PPOConfig):
+        return load_supervised(config)
+    try:
+        return load_environments(config.tasks, **config.task_options)
+    except (ValueError, TypeError) as error:  # an unknown option or an invalid value
+        raise WrongOptions(f"{config.tasks}: {error}") from error
+
+
+def load_supervised(config: RunConfig) -> TaskSequence:
+    """A task sequence of data, with a validation split where training needs one."""
+    assert isinstance(config.training, TrainingConfig)
     try:
         sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
     except (ValueError, TypeError) as error:  # an unknown option or an invalid value
@@ -42,8 +59,32 @@ def load_tasks(config: RunConfig) -> TaskSequence:
     return tuple(task.with_validation(share, config.seed) for task in sequence)
 
 
-def build_trainer(config: RunConfig, method_name: str, sequence: TaskSequence) -> Trainer:
+def build_trainer(config: RunConfig, method_name: str, sequence: AnySequence) -> AnyTrainer:
     """A trainer for the method (or bound) of this name, with a new model."""
+    if isinstance(config.training, PPOConfig):
+        return _build_agent(config, method_name, cast(tuple[EnvironmentTask, ...], sequence))
+    return build_supervised(config, method_name, cast(TaskSequence, sequence))
+
+
+def _build_agent(
+    config: RunConfig, method_name: str, environments: tuple[EnvironmentTask, ...]
+) -> ReinforcementTrainer:
+    assert isinstance(config.training, PPOConfig)
+    if METHODS[method_name].is_bound:
+        raise WrongOptions(f"{method_name} is a bound for supervised tasks, which agents do not have: choose a method")
+    example_input = torch.zeros(2, *environments[0].input_shape)
+    model, method = build_model(config, method_name, example_input)
+    try:
+        return ReinforcementTrainer(
+            model, method, environments, config.training, seed=config.seed, device=config.device
+        )
+    except ValueError as error:
+        raise WrongOptions(str(error)) from error
+
+
+def build_supervised(config: RunConfig, method_name: str, sequence: TaskSequence) -> Trainer:
+    """As `build_trainer`, for tasks with data."""
+    assert isinstance(config.training, TrainingConfig)
     first = sequence[0]
     example_input = first.prepare_inputs(first.train_x[:2])
     model, method = build_model(config, method_name, example_input, sequence=sequence)
@@ -82,6 +123,11 @@ def build_model(
     if issubclass(method_class, NodeMethod):
         settings["example_input"] = example_input.to(device)
     return model, method_class(model, **settings)
+
+
+def list_outputs(config: RunConfig, width: int) -> int | dict[str, int]:
+    """What the head of a task has, whose outputs are `width` numbers."""
+    return {"actor": width - 1, "critic": 1} if isinstance(config.training, PPOConfig) else width
 
 
 def measure_memory(preset: str, method_name: str) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,28 @@ def collect_comparison(jobs: Sequence[Job]) -> dict[str, Any]:
             "accuracies": [result["methods"][name]["accuracies"] for result in by_seed.values()],
             "memory": first["methods"][name]["memory"],
             "seconds": [result["seconds"][name] for result in by_seed.values()],
+            **_collect_rewards([result["methods"][name] for result in by_seed.values()], by_seed, results),
             **{metric: summarize_values([of_run[metric] for of_run in values]) for metric in METRICS},
         }
     return collected
+
+
+def _collect_rewards(
+    outcomes: Sequence[Mapping[str, Any]], seeds: Iterable[int], results: Mapping[tuple[str, int], Any]
+) -> dict[str, Any]:
+    """Of agents: scores, all evaluations, and the accumulated reward at the end, relative to fine-tuning's best."""
+    if not all("evaluations" in outcome for outcome in outcomes):
+        return {}
+    references = [results.get((REFERENCE, seed), {}).get("methods", {}).get(REFERENCE) for seed in seeds]
+    accumulated = [
+        None if reference is None else metrics.accumulated_rewards(outcome["evaluations"], reference["evaluations"])[-1]
+        for outcome, reference in zip(outcomes, references, strict=True)
+    ]
+    return {
+        "scores": [outcome["scores"] for outcome in outcomes],
+        "evaluations": [outcome["evaluations"] for outcome in outcomes],
+        "accumulated_reward": summarize_values(accumulated),
+    }
 
 
 def compute_metrics(outcome: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, float | None]:

@@ -10,6 +10,8 @@ import torch
 
 from agscl.experiments.methods import get_entry
 from agscl.experiments.presets import PRESETS, Options, get_preset
+from agscl.reinforcement import PPOConfig
+from agscl.reinforcement.sequences import load_environments
 from agscl.runs import RunError
 from agscl.training import TrainingConfig
 
@@ -26,7 +28,7 @@ class RunConfig:
     task_options: Options
     network: str
     network_options: Options
-    training: TrainingConfig
+    training: TrainingConfig | PPOConfig
     settings: Options
     """The settings of the method."""
     reference: bool = True
@@ -43,7 +45,8 @@ class RunConfig:
             settings = {name: float(value) if value == "inf" else value for name, value in stored["settings"].items()}
             if stored["preset"] not in PRESETS:
                 raise ValueError(f"unknown preset {stored['preset']!r}")
-            return cls(**{**stored, "settings": settings, "training": TrainingConfig(**stored["training"])})
+            training = type(PRESETS[stored["preset"]].training)(**stored["training"])
+            return cls(**{**stored, "settings": settings, "training": training})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"the run's config.json is damaged, or was written by another version of agscl: {error!r}"
@@ -62,11 +65,11 @@ def configure(
     task_options: Options | None = None,
     **changes: Any,
 ) -> RunConfig:
-    """The run of a preset with a method; `changes` are fields of `TrainingConfig` and settings of the method.
+    """The run of a preset with a method; `changes` are settings of training and of the method.
 
     `tasks` replaces the preset's task sequence, e.g. by "folder:PATH"; `task_options` are added to its options.
     """
-    chosen, types = get_preset(preset), list_settings(method)
+    chosen, types = get_preset(preset), list_settings(method, preset)
     if tasks is not None and tasks.startswith("folder:"):  # the same path from any working directory
         tasks = f"folder:{Path(tasks.removeprefix('folder:')).expanduser().resolve()}"
     if not 0 <= seed < 2**63:
@@ -80,15 +83,22 @@ def configure(
         settings["seed"] = seed
     if method_types:
         get_entry(method).method_class.Config(**settings)  # raises ValueError for an invalid value
+    task_name, all_options = tasks or chosen.tasks, {**({} if tasks else chosen.task_options), **(task_options or {})}
+    network_options = chosen.network_options
+    if task_name == "gym":  # the network reads as many numbers as the widest observation has
+        try:
+            network_options = {**network_options, "inputs": load_environments("gym", **all_options)[0].input_shape[0]}
+        except TypeError as error:  # an unknown option
+            raise ValueError(f"gym: {error}") from error
     return RunConfig(
         preset=preset,
         method=method,
         seed=seed,
         device=device,
-        tasks=tasks or chosen.tasks,
-        task_options={**({} if tasks else chosen.task_options), **(task_options or {})},
+        tasks=task_name,
+        task_options=all_options,
         network=chosen.network,
-        network_options=chosen.network_options,
+        network_options=network_options,
         training=replace(chosen.training, **{key: changes[key] for key in changes if key not in method_types}),
         settings=settings,
         reference=reference,
@@ -107,18 +117,21 @@ def check_device(device: str) -> None:
         raise ValueError(f"device {device!r} is not available on this machine: {reason}") from error
 
 
-def list_settings(method: str) -> dict[str, Any]:
+def list_settings(method: str, preset: str) -> dict[str, Any]:
     """What `configure` can change for a method, and the type of each: the method's settings, then those of training."""
     method_types = {name: kind for name, kind in get_entry(method).settings.items() if name != "seed"}
-    hints = get_type_hints(TrainingConfig)
-    return {**method_types, **{field.name: hints[field.name] for field in fields(TrainingConfig)}}
+    training = type(get_preset(preset).training)
+    hints = get_type_hints(training)
+    return {**method_types, **{field.name: hints[field.name] for field in fields(training)}}
 
 
-def get_fast_settings(device: str) -> dict[str, Any]:
+def get_fast_settings(device: str, preset: str) -> dict[str, Any]:
     """Training settings that are fast on a device; results differ in rounding from the default settings."""
+    fast: dict[str, Any] = {"channels_last": True}
     if device.startswith("cuda"):
-        return {"precision": "bf16", "channels_last": True, "compile": True}
-    return {"channels_last": True}
+        fast = {"precision": "bf16", "channels_last": True, "compile": True}
+    known = {field.name for field in fields(get_preset(preset).training)}
+    return {name: value for name, value in fast.items() if name in known}
 
 
 def choose_threads(config: RunConfig) -> int | None:

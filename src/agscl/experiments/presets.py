@@ -8,6 +8,8 @@ from typing import Any
 
 from agscl.experiments.methods import METHODS, get_entry
 from agscl.methods.paper_agscl import PaperAGSCL
+from agscl.reinforcement import PPOConfig
+from agscl.reinforcement.sequences import CONTROL
 from agscl.training import TrainingConfig
 
 Options = Mapping[str, Any]
@@ -20,10 +22,10 @@ class Preset:
     about: str
     """A one-line description."""
     tasks: str
-    """The name of a task sequence in agscl.tasks."""
+    """The name of a task sequence in agscl.tasks, or of environments in agscl.reinforcement.sequences."""
     network: str
     """The name of a network in agscl.networks."""
-    training: TrainingConfig
+    training: TrainingConfig | PPOConfig
     """How each task is trained."""
     methods: Mapping[str, Options]
     """The settings of each method; a method not listed here uses its defaults."""
@@ -65,6 +67,14 @@ FIVE = _paper_settings((133_000.0, 40.0, 0.4), ewc=3000.0, mas=0.1)
 """Not the paper's: found by a search on five."""
 CUB200 = _paper_settings((1.5, 0.5, 0.1), ewc=8192.0, si=0.75, rwalk=50.0, mas=38.4)
 """The paper's EWC 40 and MAS 0.6, in the units of this library's λ."""
+ATARI: dict[str, Options] = {
+    "agscl": {"budget": 8},
+    "paper-agscl": {"lam": 2105.0, "mu": 0.1, "rho": 1.0},
+    "ewc": {"lam": 10_000.0, "fisher": "empirical"},
+    "mas": {"lam": 1.0},
+    "finetune": {},
+}
+"""The paper's λ 100 for AGS-CL is 2105 here: its code multiplies Ω by about 21.05."""
 
 PRESETS: dict[str, Preset] = {
     "digits": Preset(
@@ -138,6 +148,59 @@ PRESETS: dict[str, Preset] = {
         network="omniglot",
         training=LOOP,
         methods=OMNIGLOT,
+    ),
+    "control": Preset(
+        about="PPO on three small environments of gymnasium, two minutes on two cores",
+        tasks="gym",
+        task_options={"environments": list(CONTROL)},
+        network="mlp",
+        network_options={"widths": [64, 64]},
+        training=PPOConfig(
+            steps=40_960,
+            environments=16,
+            rollout=128,
+            minibatches=16,
+            lr=1e-3,
+            entropy=0.01,
+            evaluations=10,
+        ),
+        methods={
+            "agscl": {"budget": 3},
+            "paper-agscl": {"mu": 8.0, "lam": 1000.0, "rho": 1.0},
+            "ewc": {"lam": 1000.0, "fisher": "empirical"},
+            "mas": {"lam": 1.0},
+            "finetune": {},
+        },
+        threads=1,  # a network this small is faster on one core
+        seeds=3,
+    ),
+    "atari8": Preset("the paper's: eight Atari games, 10⁷ steps each", "atari", "atari", PPOConfig(), ATARI),
+    "atari8-short": Preset(
+        about="atari8 with 10⁶ steps per game",
+        tasks="atari",
+        network="atari",
+        training=PPOConfig(steps=1_000_000),
+        methods=ATARI,
+        seeds=2,
+    ),
+    "atari-smoke": Preset(
+        about="two Atari games for two minutes on two cores: shows that all works, too short to learn",
+        tasks="atari",
+        task_options={"games": ["boxing", "demon_attack"]},
+        network="atari",
+        network_options={"filters": 32},
+        training=PPOConfig(
+            steps=2048,
+            environments=16,
+            rollout=32,
+            epochs=4,
+            minibatches=8,
+            evaluations=2,
+            evaluation_episodes=4,
+            evaluation_limit=250,
+        ),
+        methods={**ATARI, "agscl": {"budget": 2}},
+        seeds=1,
     ),
 }
 

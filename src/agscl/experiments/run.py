@@ -14,7 +14,7 @@ import torch
 
 from agscl.analysis import metrics
 from agscl.certificate import Certificate, ProbeOutputs
-from agscl.experiments.build import build_trainer, load_tasks
+from agscl.experiments.build import AnySequence, AnyTrainer, build_trainer, load_tasks
 from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import record_environment
 from agscl.experiments.methods import REFERENCE
@@ -22,8 +22,7 @@ from agscl.runs import DifferentConfig, Run, RunError, hash_state
 from agscl.runs.folder import DIVERGED, read_checked_json
 from agscl.system.files import encode_json
 from agscl.system.tf32 import tf32_for
-from agscl.tasks import TaskSequence
-from agscl.training import CompileFailed, Trainer, TrainingFailed
+from agscl.training import CompileFailed, TrainingFailed
 from agscl.training.trainer import Event
 
 CHECKPOINT_SPACING = 20.0
@@ -104,7 +103,7 @@ def check_data_unchanged(folder: Path, config: RunConfig) -> None:
         _check_data(Run(folder), load_tasks(config), None)
 
 
-def _check_data(run: Run, sequence: TaskSequence, in_checkpoint: dict[str, int] | None) -> dict[str, int]:
+def _check_data(run: Run, sequence: AnySequence, in_checkpoint: dict[str, int] | None) -> dict[str, int]:
     """Compare the data's checksums with those in data.json, or else in the checkpoint; store them for a new run."""
     path = run.folder / "data.json"
     checksums = {task.name: task.checksum() for task in sequence}
@@ -122,7 +121,7 @@ def _check_data(run: Run, sequence: TaskSequence, in_checkpoint: dict[str, int] 
 
 def _train_method(
     config: RunConfig,
-    trainer: Trainer,
+    trainer: AnyTrainer,
     state: dict[str, Any],
     run: Run,
     checkpoint_every: float,
@@ -167,7 +166,7 @@ def _train_method(
                 save_checkpoint()
             if time.monotonic() - last_report >= PROGRESS_INTERVAL:
                 last_report = time.monotonic()
-                on_event({"event": "step", "method": name, "progress": trainer.progress, **_describe_step(trainer)})
+                on_event({"event": "step", "method": name, "progress": trainer.progress, **trainer.describe_position()})
         outcome = _summarize_outcome(trainer, name, state["finished"].get(REFERENCE))
         if certify:
             certificate = load_certificate(certificate_path(run.folder, tasks_learned))
@@ -183,18 +182,13 @@ def _train_method(
         raise RunError(f"{name}: {error}. {stored}") from error
 
 
-def _describe_step(trainer: Trainer) -> dict[str, Any]:
-    """The task and epoch under way, and the mean loss of the epoch so far, where reading it is free: on a CPU."""
-    position: dict[str, Any] = {"task": trainer.task_index, "epoch": min(trainer.epoch, trainer.config.epochs - 1)}
-    if trainer.device.type == "cpu" and trainer.optimizer is not None and trainer.step:
-        examples = min(trainer.step * trainer.config.batch_size, trainer.examples)
-        position["loss"] = trainer.loss_sum.item() / examples
-    return position
-
-
-def _summarize_outcome(trainer: Trainer, name: str, reference: dict[str, Any] | None) -> dict[str, Any]:
+def _summarize_outcome(trainer: AnyTrainer, name: str, reference: dict[str, Any] | None) -> dict[str, Any]:
     accuracies = trainer.accuracies
     reference_accuracies = accuracies if name == REFERENCE else reference and reference["accuracies"]
+    extra = trainer.extra_results()
+    if "evaluations" in extra and (name == REFERENCE or reference):
+        rewards = metrics.accumulated_rewards(extra["evaluations"], (reference or extra)["evaluations"])
+        extra["accumulated_rewards"] = rewards
     return {
         "accuracies": accuracies,
         "valid_accuracies": trainer.valid_accuracies,
@@ -208,15 +202,14 @@ def _summarize_outcome(trainer: Trainer, name: str, reference: dict[str, Any] | 
         "memory": trainer.method.memory(),
         "weights_sha256": hash_state(trainer.model.state_dict()),
         "method_sha256": hash_state(trainer.method.state_dict()),
+        **extra,
     }
 
 
-def _store_certificate(trainer: Trainer, run: Run, tasks_learned: int) -> Path:
+def _store_certificate(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Path:
     certificate = trainer.method.certificate()
     if certificate.probe is None:
-        first = trainer.tasks[0]
-        shape = first.prepare_inputs(first.train_x[:1]).shape[1:]
-        batch = ProbeOutputs.draw_batch([PROBE_SIZE, *shape], seed=0).to(trainer.device)
+        batch = ProbeOutputs.draw_batch([PROBE_SIZE, *trainer.input_shape], seed=0).to(trainer.device)
         certificate = replace(
             certificate, probe=ProbeOutputs.from_outputs(batch, trainer.method.head_outputs(batch), 0, trainer.model)
         )
@@ -245,7 +238,7 @@ def compute_digest(config: RunConfig, state: dict[str, Any]) -> str:
 
 
 def _make_chain_entry(
-    config: RunConfig, state: dict[str, Any], trainer: Trainer, path: Path, tasks_learned: int
+    config: RunConfig, state: dict[str, Any], trainer: AnyTrainer, path: Path, tasks_learned: int
 ) -> dict[str, Any]:
     """What ties a certificate to its run, to the one before it, and to everything stored at the end of its task."""
     stored = trainer.state_dict()

@@ -15,7 +15,9 @@ from agscl.experiments.compare import METRICS, compute_metrics, summarize_values
 from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
 from agscl.experiments.methods import METHODS, REFERENCE, get_entry
+from agscl.experiments.presets import get_preset
 from agscl.methods._parts.search_axis import FACTORS
+from agscl.reinforcement import PPOConfig
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.system.files import encode_json, write_if_changed
 
@@ -99,6 +101,8 @@ def plan_study(
     **changes: Any,
 ) -> list[StudyLine]:
     """The lines of a study with their runs. `settings` are those of single methods, `changes` apply to all training."""
+    if study == "aopc" and isinstance(get_preset(preset).training, PPOConfig):
+        raise ValueError(f"the study aopc prunes nodes by their accuracy on test data, which {preset} does not have")
     changes_for = {method: {**changes, **(settings or {}).get(method, {})} for method in list_methods(study)}
 
     def get_usual_settings(method: str) -> dict[str, Any]:

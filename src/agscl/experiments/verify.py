@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
-from agscl.experiments.build import build_model
+from agscl.experiments.build import build_model, list_outputs
 from agscl.experiments.config import RunConfig, check_device
 from agscl.experiments.environment import use_threads
 from agscl.experiments.run import (
@@ -251,7 +251,7 @@ def _compute_probe_outputs(
         options = {name: value for name, value in config.network_options.items() if name != "weights"}
         model, method = build_model(replace(config, network_options=options), config.method, batch[:2], device)
         for task, output in probe.outputs.items():
-            model.add_head(task, output["shape"][1])
+            model.add_head(task, list_outputs(config, output["shape"][1]))
         place_model(model, device, config.training).load_state_dict(trainer_state["model"])
         method.load_state_dict(trainer_state["method"])
         return batch, method.head_outputs(batch), model

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 
 class AtariTrunk(nn.Module):
-    """(batch, 4, 84, 84) → (batch, 512): four grey frames, from 0 to 1."""
+    """(batch, 4, 84, 84) → (batch, 4 · filters): four grey frames, from 0 to 1. `filters` 128 is the paper's."""
 
-    features = 512
     input_shape = (4, 84, 84)
 
-    def __init__(self) -> None:
+    def __init__(self, filters: int = 128) -> None:
         super().__init__()
+        self.features = 4 * filters
         self.layers = nn.Sequential(
-            nn.Conv2d(4, 128, 8, stride=4),
+            nn.Conv2d(4, filters, 8, stride=4),
             nn.ReLU(),
-            nn.Conv2d(128, 256, 4, stride=2),
+            nn.Conv2d(filters, 2 * filters, 4, stride=2),
             nn.ReLU(),
-            nn.Conv2d(256, 128, 3),
+            nn.Conv2d(2 * filters, filters, 3),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(128 * 7 * 7, 512),
+            nn.Linear(filters * 7 * 7, self.features),
             nn.ReLU(),
         )
 

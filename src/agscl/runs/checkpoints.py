@@ -1,7 +1,8 @@
-"""Checkpoints: nested state as one safetensors file for the tensors and one JSON file for the rest.
+"""Checkpoints: nested state as safetensors files for the tensors and one JSON file for the rest.
 
-Both are written under a temporary name, flushed to disk and renamed, the JSON file last: a checkpoint exists once its
-JSON file does. That file holds the checksums of both, so a damaged checkpoint is noticed and the one before it is used.
+Tensors of more than `SHARD_BYTES` in all are split into several files, so that each is small enough to carry. All are
+written under a temporary name, flushed to disk and renamed, the JSON file last: a checkpoint exists once its
+JSON file does. That file holds the checksums of all, so a damaged checkpoint is noticed and the one before it is used.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from agscl.system.files import write_atomically
 
-FORMAT = 3
-CHECKPOINT_FILE = re.compile(r"(\d+)\.(json|safetensors)(\.tmp)?")
+FORMAT, SHARDED_FORMAT = 3, 4
+SHARD_BYTES = 15 * 2**20
+"""The most bytes of tensors in one file, unless a single tensor has more."""
+CHECKPOINT_FILE = re.compile(r"(\d+)(?:-\d+)?\.(json|safetensors)(\.tmp)?")
 """The file names of checkpoints. Files with other names are never removed."""
 
 
@@ -47,14 +50,20 @@ class Checkpoints:
     def save(self, state: dict[str, Any]) -> Path:
         """Write `state` as the newest checkpoint. On an OSError the earlier checkpoints are untouched."""
         plain, tensors = flatten_state(state)
-        data = safetensors.torch.save(tensors)
-        body = {"format": FORMAT, "tensors": hashlib.sha256(data).hexdigest(), "state": plain}
+        shards = [safetensors.torch.save(shard) for shard in split_tensors(tensors, SHARD_BYTES)]
+        checksums = [hashlib.sha256(data).hexdigest() for data in shards]
+        body = (
+            {"format": FORMAT, "tensors": checksums[0], "state": plain}
+            if len(shards) == 1
+            else {"format": SHARDED_FORMAT, "tensors": checksums, "state": plain}
+        )
         content = {"checksum": _compute_checksum(body), **body}
 
         self.folder.mkdir(parents=True, exist_ok=True)
         numbers = self.list_numbers()
         path = self._json_path(numbers[-1] + 1 if numbers else 1)
-        write_atomically(path.with_suffix(".safetensors"), data, flush=False)
+        for data, shard_path in zip(shards, _shard_paths(path, len(shards)), strict=True):
+            write_atomically(shard_path, data, flush=False)
         write_atomically(path, _encode(content))
         intact = [number for number in numbers if number not in self.damaged]
         self._remove_all_except([*intact, int(path.stem)][-self.keep_last :])
@@ -93,14 +102,18 @@ class Checkpoints:
         # The bytes too: two spellings of a number, 1e-5 and 1E-5, have the same checksum.
         if content["checksum"] != _compute_checksum(body) or text != _encode(content):
             raise ValueError(f"checksum mismatch in {path.name}")
-        if body["format"] != FORMAT:
+        if body["format"] not in (FORMAT, SHARDED_FORMAT):
             raise UnreadableCheckpoint(
                 f"{path} has checkpoint format {body['format']}, written by another version of agscl: use that version"
             )
-        data = path.with_suffix(".safetensors").read_bytes()
-        if hashlib.sha256(data).hexdigest() != body["tensors"]:
-            raise ValueError(f"checksum mismatch in {path.stem}.safetensors")
-        state: dict[str, Any] = unflatten_state(body["state"], safetensors.torch.load(data))
+        checksums = [body["tensors"]] if body["format"] == FORMAT else body["tensors"]
+        tensors: dict[str, Tensor] = {}
+        for shard_path, checksum in zip(_shard_paths(path, len(checksums)), checksums, strict=True):
+            data = shard_path.read_bytes()
+            if hashlib.sha256(data).hexdigest() != checksum:
+                raise ValueError(f"checksum mismatch in {shard_path.name}")
+            tensors |= safetensors.torch.load(data)
+        state: dict[str, Any] = unflatten_state(body["state"], tensors)
         return state
 
     def _json_path(self, number: int) -> Path:
@@ -111,6 +124,26 @@ class Checkpoints:
             match = CHECKPOINT_FILE.fullmatch(path.name)
             if match and (match[3] or int(match[1]) not in numbers) and path.is_file():
                 path.unlink(missing_ok=True)
+
+
+def split_tensors(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """The tensors in their order, in parts of at most `limit` bytes (one for each larger tensor), at least one."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if parts[-1] and size > limit:
+            parts.append({})
+            size = tensor.nbytes
+        parts[-1][name] = tensor
+    return parts
+
+
+def _shard_paths(path: Path, count: int) -> list[Path]:
+    """The files of the tensors of the checkpoint `path`."""
+    if count == 1:
+        return [path.with_suffix(".safetensors")]
+    return [path.with_name(f"{path.stem}-{number + 1:02d}.safetensors") for number in range(count)]
 
 
 def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -13,7 +13,8 @@ class TensorBoardLog:
     """Losses, learning rates and accuracies of a run, in the folder `tensorboard` of the run.
 
     Opening it writes the whole event log again, so the folder is complete after a resume too. Losses and learning rates
-    are counted in epochs over all tasks, accuracies in tasks.
+    are counted in epochs over all tasks, accuracies in tasks; in reinforcement learning losses are counted in steps of
+    a task, scores in evaluations.
     """
 
     def __init__(self, folder: Path, epochs: int) -> None:
@@ -24,6 +25,7 @@ class TensorBoardLog:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._writer: Any = SummaryWriter(str(self.folder))
         self._task_names: dict[int, str] = {}  # by the task's index
+        self._evaluations: dict[tuple[Any, int], int] = {}  # of a method and a task: how many there were
         for event in read_events(folder / "events.jsonl"):
             self.write_event(event)
 
@@ -33,6 +35,17 @@ class TensorBoardLog:
             for key in ("loss", "valid_loss", "lr"):
                 if key in event:
                     self._writer.add_scalar(f"{method}/{key}", event[key], task * self._epochs + event["epoch"], time)
+        elif event.get("event") == "iteration":
+            for key in ("loss", "lr", "score", "steps_per_second"):
+                if event.get(key) is not None:
+                    self._writer.add_scalar(f"{method}/task {task + 1}/{key}", event[key], event["steps"], time)
+        elif event.get("event") == "evaluation":
+            self._task_names[task] = event["name"]
+            for index, score in enumerate(event["scores"]):
+                if index in self._task_names:
+                    step = self._evaluations.get((method, index), 0)
+                    self._evaluations[method, index] = step + 1
+                    self._writer.add_scalar(f"{method}/score/{self._task_names[index]}", score, step, time)
         elif event.get("event") == "task ended":
             self._task_names[task] = event["name"]
             accuracies = event["accuracies"]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -133,6 +135,32 @@ class PlainEngine(Engine):
     def _divide_rate(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] / self.trainer.config.factor
+
+
+class WorkRunner:
+    """Runs work that is repeated, known by a key: here, each time anew. That of `agscl.fast` captures CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Hashable, Any] = {}  # by key
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """The context in which the runner's work must be launched."""
+        return nullcontext()
+
+    def run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
+        work()
+
+    def release(self) -> None:
+        """Free what was captured."""
+
+
+def make_runner(device: torch.device, before_capture: Callable[[], None], *, captured: bool) -> WorkRunner:
+    """A runner that captures CUDA graphs, or one that does not."""
+    if not captured:
+        return WorkRunner()
+    module = importlib.import_module("agscl.fast.cuda_graphs")
+    runner: WorkRunner = module.GraphRunner(device, before_capture=before_capture)
+    return runner
 
 
 def make_engine(trainer: Trainer) -> Engine:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -248,6 +248,23 @@ class Trainer:
         return self._tasks_on_device[index]
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one input, as the network reads it."""
+        first = self.tasks[0]
+        return tuple(first.prepare_inputs(first.train_x[:1]).shape[1:])
+
+    def describe_position(self) -> dict[str, Any]:
+        """The task and epoch under way, and the mean loss of the epoch so far, where reading it is free: on a CPU."""
+        position: dict[str, Any] = {"task": self.task_index, "epoch": min(self.epoch, self.config.epochs - 1)}
+        if self.device.type == "cpu" and self.optimizer is not None and self.step:
+            position["loss"] = self.loss_sum.item() / min(self.step * self.config.batch_size, self.examples)
+        return position
+
+    def extra_results(self) -> dict[str, Any]:
+        """What a result holds beside what every trainer has."""
+        return {}
+
+    @property
     def examples(self) -> int:
         """Training examples in an epoch."""
         return len(self.task.train_y)
@@ -400,7 +417,12 @@ class Trainer:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
 
 
-def place_model(model: MultiHead, device: torch.device | str, config: TrainingConfig) -> MultiHead:
+class _ModelFormat(Protocol):
+    @property
+    def channels_last(self) -> bool: ...
+
+
+def place_model(model: MultiHead, device: torch.device | str, config: _ModelFormat) -> MultiHead:
     """Move the model to its device, and to channels last if configured."""
     model.to(device)
     if config.channels_last:

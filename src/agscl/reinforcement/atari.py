@@ -1,0 +1,82 @@
+"""Atari games through ALE's own vector environment (extra `atari`; ALE is licensed under GPL-2).
+
+No sticky actions, at most 30 no-ops and FIRE when a game starts, 4 frames per action with the maximum of the last two,
+84 × 84 grey, 4 frames stacked. While training, a lost life ends an episode but not the game, as nothing good follows it
+in the agent's eyes; rewards are learned from by their sign. Scores are those of whole games.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
+
+FRAMES_PER_STEP = 4
+MAX_FRAMES = 108_000
+"""Half an hour of play, after which ALE cuts off a game."""
+
+
+@dataclass(frozen=True)
+class AtariTask(EnvironmentTask):
+    """One game of ALE; `name` is that of its ROM, e.g. star_gunner."""
+
+    def make(self, count: int, seed: int, *, training: bool, limit: int | None = None) -> Environments:
+        return AtariEnvironments(self.name, count, seed, training=training, limit=limit)
+
+    def learned_rewards(self, rewards: Array) -> Array:
+        return np.sign(rewards)
+
+    def checksum(self) -> int:
+        from ale_py import roms
+
+        path = roms.get_rom_path(self.name)
+        assert path is not None
+        return zlib.crc32(path.read_bytes() + f"ale-py {version('ale-py')}".encode())
+
+
+class AtariEnvironments(Environments):
+    """Games of ALE, played by its own threads. They cannot be restored: a resumed run starts new ones."""
+
+    def __init__(self, game: str, count: int, seed: int, *, training: bool, limit: int | None = None) -> None:
+        from ale_py.vector_env import AtariVectorEnv
+
+        self.count, self.seed = count, seed
+        self._games: Any = AtariVectorEnv(
+            game,
+            count,
+            autoreset_mode="SameStep",
+            life_loss_info=training,
+            reward_clipping=False,
+            max_num_frames_per_episode=MAX_FRAMES if limit is None else min(MAX_FRAMES, FRAMES_PER_STEP * limit),
+        )
+        self.returns = np.zeros(count)
+        self._frames = np.zeros(count, np.int64)  # of each game, at its last step
+
+    def reset(self) -> Array:
+        self.returns[:] = 0
+        seeds = np.random.SeedSequence(self.seed).generate_state(self.count).astype(np.int64) % 2**31
+        observations, info = self._games.reset(seed=seeds)
+        self._frames = np.array(info["episode_frame_number"])
+        return np.asarray(observations)
+
+    def send(self, actions: Array) -> None:
+        self._games.send(np.ascontiguousarray(actions, np.int64))
+
+    def receive(self) -> Transition:
+        observations, rewards, ended, cut_off, info = self._games.recv()
+        self.returns += rewards
+        frames = np.array(info["episode_frame_number"])
+        game_over = frames <= self._frames  # a new game has begun; a lost life alone lets the frames go on
+        self._frames = frames
+        scores = tuple((int(index), float(self.returns[index])) for index in np.flatnonzero(game_over))
+        self.returns[game_over] = 0
+        final = info["final_obs"] if cut_off.any() else None
+        return Transition(observations, rewards, ended, cut_off, final, scores)
+
+    def close(self) -> None:
+        self._games.close()

@@ -1,0 +1,121 @@
+"""Agents through the same commands as supervised runs: run, resume, verify, inspect, compare, study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+
+from agscl.analysis.metrics import accumulated_rewards
+from agscl.cli.main import main
+from agscl.experiments.build import build_trainer, load_tasks
+from agscl.experiments.config import RunConfig, configure
+from agscl.experiments.presets import PRESETS
+from agscl.experiments.run import Interrupted, execute_run
+from agscl.reinforcement import PPOConfig
+from agscl.runs import Run, WrongOptions, read_result
+
+QUICK = {"steps": 512, "environments": 4, "rollout": 16, "epochs": 1, "minibatches": 4, "evaluations": 2}
+QUICK |= {"evaluation_episodes": 2, "evaluation_limit": 20}
+PAIRS = [f"{key}={value}" for key, value in QUICK.items()]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_is_printed_verified_and_inspected(capsys):
+    assert main(["run", "control", "--name", "quick", "--set", *PAIRS]) == 0
+    shown = capsys.readouterr().out
+    assert "score on each task" in shown
+    assert "accumulated reward" in shown
+    result = read_result(Path("runs/quick"))
+    outcome = result["methods"]["agscl"]
+    assert [len(row) for row in outcome["scores"]] == [1, 2, 3]
+    assert len(outcome["evaluations"]) == len(outcome["accumulated_rewards"]) == 6
+    assert outcome["forgetting"] == 0.0, "all that it needs is frozen, and the episodes are the same"
+    assert main(["verify", "quick"]) == 0
+    shown = capsys.readouterr().out
+    assert "OK: everything guaranteed after each of 3 tasks is unchanged" in shown
+    assert shown.count("bit-identical") == 3
+    assert main(["inspect", "quick"]) == 0
+    assert "128 nodes in 2 layers" in capsys.readouterr().out
+
+
+def test_a_run_stopped_between_any_two_units_ends_with_the_same_digest(tmp_path):
+    config = configure("control", method="agscl", reference=False, **QUICK)
+    with Run(tmp_path / "whole") as run:
+        expected = execute_run(config, run, checkpoint_every=1e9)["digest"]
+    calls, stops = 0, 0
+
+    def should_stop():
+        nonlocal calls
+        calls += 1
+        return calls % 5 == 0
+
+    while True:
+        with Run(tmp_path / "stopped") as run:
+            try:
+                digest = execute_run(config, run, checkpoint_every=1e9, should_stop=should_stop)["digest"]
+                break
+            except Interrupted:
+                stops += 1
+    assert stops > 3
+    assert digest == expected
+
+
+def test_methods_are_compared_by_their_scores(capsys):
+    words = ["--seeds", "1", "--jobs", "1", "--name", "c", "--methods", "agscl,ewc"]
+    assert main(["compare", "control", *words, "--set", *PAIRS]) == 0
+    assert "average score, %" in capsys.readouterr().out
+    with open("runs/c/comparison.json") as file:
+        methods = json.load(file)["methods"]
+    assert set(methods) == {"finetune", "agscl", "ewc"}
+    for row in methods.values():
+        assert len(row["scores"][0]) == 3
+        assert row["accumulated_reward"]["mean"] is not None
+
+
+def test_settings_of_the_other_kind_of_training_are_refused(capsys):
+    assert main(["run", "control", "--set", "patience=3"]) == 2
+    assert "has no setting 'patience'" in capsys.readouterr().err
+    assert main(["run", "digits", "--set", "gamma=0.9"]) == 2
+    assert main(["study", "aopc", "control"]) == 2
+
+
+def test_environments_of_ones_own_are_tasks_and_the_network_reads_them():
+    options = {"environments": "MountainCar-v0,CartPole-v1"}
+    config = configure("control", method="agscl", task_options=options, **QUICK)
+    assert config.network_options["inputs"] == 4
+    trainer = build_trainer(config, "agscl", load_tasks(config))
+    assert [task.name for task in trainer.tasks] == ["MountainCar-v0", "CartPole-v1"]
+    with pytest.raises(ValueError, match="unexpected keyword"):
+        configure("control", method="agscl", task_options={"games": "x"})
+
+
+def test_bounds_that_need_data_are_refused():
+    config = configure("control", method="joint", **QUICK)
+    with pytest.raises(WrongOptions, match="choose a method"):
+        build_trainer(config, "joint", load_tasks(config))
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if isinstance(preset.training, PPOConfig)])
+def test_every_preset_survives_its_json(name):
+    config = configure(name, method="agscl")
+    assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_fast_is_what_an_agent_has_of_it():
+    assert main(["run", "control", "--name", "fast", "--fast", "--method", "finetune", "--set", *PAIRS]) == 0
+    config = read_result(Path("runs/fast"))["config"]
+    assert config["training"]["channels_last"]
+
+
+def test_accumulated_rewards_are_relative_to_the_best_of_fine_tuning():
+    reference = [{"relative": [2.0]}, {"relative": [4.0]}, {"relative": [1.0, 5.0]}]
+    evaluations = [{"relative": [1.0]}, {"relative": [4.0]}, {"relative": [2.0, 10.0]}]
+    assert accumulated_rewards(evaluations, reference) == [0.25, 1.0, 2.5]
