@@ -41,7 +41,7 @@ def test_a_run_is_printed_verified_and_inspected(capsys):
     assert main(["verify", "quick"]) == 0
     shown = capsys.readouterr().out
     assert "OK: everything guaranteed after each of 3 tasks is unchanged" in shown
-    assert shown.count("bit-identical") == 3
+    assert shown.count("important nodes (guaranteed)") == 3
     assert main(["inspect", "quick"]) == 0
     assert "128 nodes in 2 layers" in capsys.readouterr().out
 
