@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NETWORKS = [
     ("pytorchcv", "resnet_cifar:resnet20_cifar10"),
     ("pytorchcv", "preresnet_cifar:preresnet20_cifar10"),
