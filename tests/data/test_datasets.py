@@ -108,4 +108,4 @@ def test_real_data_passes_the_check(monkeypatch, data, capsys):
 def test_every_sequence_is_made_of_datasets_of_the_catalogue():
     for info in tasks.SEQUENCES.values():
         assert set(info.datasets) <= set(catalogue.DATASETS)
-        assert len(info.about) <= 36
+        assert len(info.about) <= 31

@@ -47,7 +47,8 @@ def run(
         describe(
             "PRESET",
             "The experiment: digits (no download); the paper's cifar100, cifar10-100, omniglot, cub200 and eight; or "
-            "tinyimagenet32, cifar10-tiny, five, omniglot-plain, omniglot5. `agscl data get` downloads what they need. "
+            "tinyimagenet32, cifar10-tiny, five, mixed, mixed-small-first, mixed-large-first, omniglot-plain, "
+            "omniglot5. `agscl data get` downloads what they need. "
             "Reinforcement learning: control (seconds), the paper's atari8; or atari8-short, atari-smoke.",
         ),
     ] = "digits",

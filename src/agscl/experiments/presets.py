@@ -140,6 +140,13 @@ PRESETS: dict[str, Preset] = {
     "tinyimagenet32": Preset("100 Tiny ImageNet classes at 32×32, as cifar100", "tinyimagenet32", "cifar", LOOP, TINY),
     "cifar10-tiny": Preset("CIFAR-10, then tinyimagenet32's 10 tasks", "cifar10-tiny", "cifar", LOOP, TINY),
     "five": Preset("as eight, with five datasets that are easy to get", "five", "eight", LOOP, FIVE),
+    "mixed": Preset("ten unlike tasks, small and large, shuffled", "mixed", "cifar", LOOP, TINY),
+    "mixed-small-first": Preset(
+        "as mixed, small tasks first", "mixed", "cifar", LOOP, TINY, task_options={"order": "small-first"}
+    ),
+    "mixed-large-first": Preset(
+        "as mixed, large tasks first", "mixed", "cifar", LOOP, TINY, task_options={"order": "large-first"}
+    ),
     "omniglot-plain": Preset("50 alphabets, every drawing once", "omniglot", "omniglot", LOOP, OMNIGLOT),
     "omniglot5": Preset(
         about="the first 5 alphabets of Omniglot, every drawing once",
@@ -207,6 +214,6 @@ PRESETS: dict[str, Preset] = {
 
 def get_preset(name: str) -> Preset:
     if name not in PRESETS:
-        known = "\n".join(f"  {name:15} {preset.about}" for name, preset in PRESETS.items())
+        known = "\n".join(f"  {name:17} {preset.about}" for name, preset in PRESETS.items())
         raise ValueError(f"unknown preset {name!r}. Available:\n{known}")
     return PRESETS[name]

@@ -298,7 +298,7 @@ def _make_sequence(train: _RawExamples, test: _RawExamples | None, options: _Spl
                 "a smaller validation=..."
             )
         tasks.append(task)
-    return _add_normalisation(tuple(tasks))
+    return add_normalisation(tuple(tasks))
 
 
 def _number_values(values: Array, known: list[Any], kind: str) -> Array:
@@ -333,7 +333,7 @@ def _draw_test_rows(y: Array, task_of_row: Array, labels: list[Any], options: _S
     return is_test
 
 
-def _add_normalisation(tasks: TaskSequence) -> TaskSequence:
+def add_normalisation(tasks: TaskSequence) -> TaskSequence:
     """Give images of bytes the mean and the deviation of the training examples of all tasks."""
     if tasks[0].train_x.dtype != torch.uint8:
         return tasks

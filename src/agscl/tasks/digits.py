@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from agscl.data.errors import DataError
+from agscl.data.examples import Array
 from agscl.tasks.task import Task, TaskSequence
 
 
@@ -16,12 +17,8 @@ def load_digits_tasks(*, seed: int, shuffle_classes: bool = True, test_share: fl
     """
     if not 0 < test_share < 1:
         raise ValueError(f"test_share must be above 0 and below 1, not {test_share}")
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError("the digits are part of scikit-learn: pip install scikit-learn") from None
     rng = np.random.default_rng([seed, 0])
-    images, labels = load_digits(return_X_y=True)
+    images, labels = read_digits()
     order = rng.permutation(10) if shuffle_classes else np.arange(10)
 
     tasks = []
@@ -37,6 +34,16 @@ def load_digits_tasks(*, seed: int, shuffle_classes: bool = True, test_share: fl
         name = f"{pair[0]}-{pair[1]}"
         tasks.append(Task(name, 2, train_x, train_y, None, None, test_x, test_y))
     return tuple(tasks)
+
+
+def read_digits() -> tuple[Array, Array]:
+    """(1797, 64) images with pixels from 0 to 16, and their labels."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError("the digits are part of scikit-learn: pip install scikit-learn") from None
+    images, labels = load_digits(return_X_y=True)
+    return images, labels
 
 
 def _stack_examples(images: np.ndarray, rows_per_class: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,15 +42,7 @@ def load_omniglot(
         raise ValueError(f"copies must be at least 1 (the drawing alone), not {copies}")
     if split not in ("drawing", "paper"):
         raise ValueError(f'split must be "drawing" or "paper", not {split!r}')
-    drawings = open_split("omniglot", "all")
-    if not isinstance(drawings, ParquetImages):
-        raise DataError(f"Omniglot must be a Parquet file, all.parquet, not the folder {drawings}")
-    alphabet_of_row, character_of_row = drawings.read_column("alphabet"), drawings.read_column("character")
-    names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in drawings.read_value_names("alphabet")]
-    if alphabet_of_row.dtype.kind not in "iu":
-        known = sort_unique(alphabet_of_row)
-        names = make_task_names(known)
-        alphabet_of_row = np.array([known.index(name) for name in alphabet_of_row.tolist()])
+    drawings, alphabet_of_row, character_of_row, names = open_drawings()
     if copies == 1:
         images = decode_images(drawings, ImageDecoder(size, 1, filter="box"))
     else:
@@ -73,6 +65,20 @@ def load_omniglot(
         name = names[alphabet] if names else f"alphabet-{alphabet}"
         tasks.append(Task(name, len(characters), x[train], y[train], x[valid], y[valid], x[test], y[test]))
     return tuple(tasks)
+
+
+def open_drawings() -> tuple[ParquetImages, Array, Array, list[str]]:
+    """All drawings; the alphabet of each, a number, and its character; the alphabets' names, if the file has them."""
+    drawings = open_split("omniglot", "all")
+    if not isinstance(drawings, ParquetImages):
+        raise DataError(f"Omniglot must be a Parquet file, all.parquet, not the folder {drawings}")
+    alphabet_of_row, character_of_row = drawings.read_column("alphabet"), drawings.read_column("character")
+    names = [name.rsplit("/", 1)[-1].replace(".", "_") for name in drawings.read_value_names("alphabet")]
+    if alphabet_of_row.dtype.kind not in "iu":
+        known = sort_unique(alphabet_of_row)
+        names = make_task_names(known)
+        alphabet_of_row = np.array([known.index(name) for name in alphabet_of_row.tolist()])
+    return drawings, alphabet_of_row, character_of_row, names
 
 
 def _to_strokes(images: Array) -> Tensor:

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from agscl.data.datasets import require_datasets
 from agscl.tasks.custom import from_folder, from_hub
 from agscl.tasks.eight import EIGHT, FIVE
+from agscl.tasks.mixed import MIXED
 from agscl.tasks.task import TaskSequence
 
 
@@ -27,19 +28,20 @@ class SequenceInfo:
 
 
 SEQUENCES: dict[str, SequenceInfo] = {
-    "digits": SequenceInfo("scikit-learn's digits, 5 tasks of 2", "digits:load_digits_tasks"),
+    "digits": SequenceInfo("scikit-learn's digits, 5 pairs", "digits:load_digits_tasks"),
     "cifar100": SequenceInfo("CIFAR-100, 10 tasks of 10", "cifar:load_cifar100", ("cifar100",)),
     "cifar10-100": SequenceInfo("CIFAR-10, then CIFAR-100's 10", "cifar:load_cifar10_100", ("cifar10", "cifar100")),
     "tinyimagenet32": SequenceInfo(
         "Tiny ImageNet, 10 tasks of 10", "tinyimagenet:load_tinyimagenet32", ("tinyimagenet32",)
     ),
     "cifar10-tiny": SequenceInfo(
-        "CIFAR-10, then Tiny ImageNet's 10", "tinyimagenet:load_cifar10_tiny", ("cifar10", "tinyimagenet32")
+        "CIFAR-10, then Tiny ImageNet", "tinyimagenet:load_cifar10_tiny", ("cifar10", "tinyimagenet32")
     ),
     "omniglot": SequenceInfo("50 alphabets, a task each", "omniglot:load_omniglot", ("omniglot",)),
     "cub200": SequenceInfo("200 birds, 10 tasks of 20", "cub200:load_cub200", ("cub200",)),
     "eight": SequenceInfo("eight datasets, a task each", "eight:load_eight", EIGHT),
     "five": SequenceInfo("as eight, five datasets", "eight:load_five", FIVE),
+    "mixed": SequenceInfo("ten unlike tasks", "mixed:load_mixed", MIXED),
 }
 
 _CUSTOM: dict[str, Callable[..., TaskSequence]] = {"folder": from_folder, "hub": from_hub}
