@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from agscl.certificate import digest_tensors
 from agscl.methods._parts.proximal import group_norms
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def check_before_task(plan: AGSCLPlan) -> None:
             f"{', '.join(unfrozen[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
             "Freeze it again, or build a new method on the model."
         )
+    _check_dtype(plan)
+    _check_unchanged(plan)
     if untrained := plan.schedule.rates.untrained:
         method.warn_once(
             "missing",
@@ -51,6 +54,42 @@ def check_before_task(plan: AGSCLPlan) -> None:
         )
 
 
+def _check_dtype(plan: AGSCLPlan) -> None:
+    """Refuse weights of another type than those that were frozen: their bits cannot be put back."""
+    for parameter, anchor in zip(plan.important_rows.parameters, plan.method.knowledge.anchors, strict=True):
+        if parameter.dtype != anchor.dtype:
+            raise RuntimeError(
+                f"The model's weights are {parameter.dtype} and those that earlier tasks froze are {anchor.dtype}: "
+                f"the frozen bits cannot be put back. Convert the model back, model.to({anchor.dtype}), or convert it "
+                "before the first task. For fast steps in another type use torch.autocast."
+            )
+
+
+def _check_unchanged(plan: AGSCLPlan) -> None:
+    """Warn where frozen nodes or old heads changed between two tasks, when no plan protects them."""
+    method, knowledge = plan.method, plan.method.knowledge
+    if not math.isinf(method.config.lam) or knowledge.digests is None or len(method.tasks) < 2:
+        return
+    tensors = method.model.state_dict()
+    heads = [
+        task
+        for task, digest in knowledge.head_digests.items()
+        if digest_tensors(tensors, method.heads.tensor_names(task, method.tasks)) != digest
+    ]
+    changed = knowledge.digests.describe_groups(knowledge.first_task)["moved_after_task"]
+    if method.heads.is_shared or not (changed or heads):
+        return
+    parts = [f"{len(changed)} frozen nodes"] if changed else []
+    parts += [f"the head of task {task!r}" for task in heads[:3]]
+    method.warn_once(
+        "between",
+        f"{' and '.join(parts)} changed after task {method.tasks[-2]!r} ended and before {plan.task!r} began, when "
+        "nothing protects them, so old outputs changed. Between end_task and begin_task take no optimizer step, and "
+        "run a model with BatchNorm in eval mode only, for it updates its statistics. To undo it, load the weights "
+        "that the last task ended with.",
+    )
+
+
 def check_epoch(plan: AGSCLPlan) -> None:
     """Warn about an epoch without a step."""
     if not (plan.schedule.epoch_steps or plan.schedule.captured):
@@ -67,7 +106,7 @@ def check_after_task(plan: AGSCLPlan, active: Tensor, important: int, unmoved: i
     `active` (groups,) are the groups that fired; `unmoved` of the groups that were `important` before did not move.
     """
     method, config = plan.method, plan.method.config
-    if important and not unmoved and config.lam and plan.steps:
+    if important and not unmoved and config.lam and plan.steps and not math.isinf(config.lam):
         method.warn_once(
             "held",
             f"None of the {important} important nodes kept its weights in task {plan.task!r}: lam ({config.lam:g}) "
@@ -109,18 +148,34 @@ def _check_proximal_steps(plan: AGSCLPlan) -> None:
 def _check_pruning(plan: AGSCLPlan) -> None:
     """Warn about nodes that were pruned too late for the others to make up for them."""
     pruner, share_before = plan.pruner, plan.pruner.share_before_end
+    if pruner.woken:
+        plan.method.warn_once(
+            "woken",
+            f"{pruner.woken} nodes that were pruned in task {plan.task!r} had weights again when it ended: the loop "
+            "went back to weights from before a pruning, or to an average with them. They were pruned again, and the "
+            "others could not make up for them. Where a loop keeps its best weights or averages them, let it start over "
+            "each time method.plan_version has changed.",
+        )
     count = round((1 - share_before) * sum(len(groups) - kept for groups, kept in pruner.layers))
     if plan.steps and count > LATE_SHARE * plan.graph.size:
-        reason = (
-            "its length was not told, and nothing was known of it"
-            if plan.epochs is None
-            else f"{pruner.epoch} of {plan.epochs} epochs were told by end_epoch()"
-        )
+        if plan.epochs is None:
+            reason = (
+                "its length was not told, and nothing was known of it. Give begin_task(…, epochs=…, steps_per_epoch=…)"
+            )
+        elif not pruner.epoch:
+            reason = "end_epoch() was never called. Call it after each epoch, or give begin_task(…, steps_per_epoch=…)"
+        elif pruner.epoch < plan.epochs:
+            reason = (
+                f"it ended after {pruner.epoch} of the {plan.epochs} epochs that were told. Give begin_task(…, "
+                "epochs=…) a number that the loop reaches: with early stopping the smallest that is likely, for a task "
+                "may be longer than told"
+            )
+        else:
+            reason = f"it had {plan.steps} steps. Train for more, or give begin_task(…, steps_per_epoch=…)"
         plan.method.warn_once(
             "late pruning",
             f"{count} nodes were pruned at the very end of task {plan.task!r}, so the others could not make up for "
-            f"them: {reason}. Give begin_task(…, epochs=…, steps_per_epoch=…), or call method.end_epoch() after each "
-            "epoch.",
+            f"them: {reason}.",
         )
 
 
