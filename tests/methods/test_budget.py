@@ -292,8 +292,39 @@ def test_nodes_pruned_at_the_very_end_are_warned_about_with_what_to_tell():
     with pytest.warns(SelfCheckWarning, match=r"48 nodes were pruned at the very end .* Give begin_task\(…, epochs="):
         train(method, optimizer, 0, 8)
     method, optimizer = build()
-    with pytest.warns(SelfCheckWarning, match=r"0 of 30 epochs were told by end_epoch\(\)"):
+    with pytest.warns(SelfCheckWarning, match=r"end_epoch\(\) was never called"):
         train(method, optimizer, 0, 40, told={"epochs": 30})
+
+
+def test_a_task_that_stops_early_is_warned_about_with_the_length_that_was_told():
+    method, optimizer = build()
+    with pytest.warns(SelfCheckWarning, match=r"ended after 10 of the 30 epochs .* may be longer than told"):
+        train(method, optimizer, 0, 40, told={"epochs": 30}, epoch=4)
+
+
+def test_going_back_to_weights_from_before_a_pruning_is_warned_about():
+    method, optimizer = build()
+    train(method, optimizer, 0, 4, told={"epochs": 20}, epoch=4, end=False)
+    best = bits(method.model)
+    train(method, optimizer, 0, 76, epoch=4, begin=False, end=False)
+    method.model.load_state_dict(best)
+    with pytest.warns(SelfCheckWarning, match=r"48 nodes that were pruned in task 't0' had weights again"):
+        method.end_task(blobs(0))
+
+
+def test_averaged_weights_in_which_pruned_nodes_have_faded_give_no_warning():
+    method, optimizer = build()
+    averages = {}
+
+    def average(step):
+        for name, value in method.model.state_dict().items():
+            averages[name] = averages.get(name, value).lerp(value, 0.3)
+
+    train(method, optimizer, 0, 80, told={"epochs": 20}, epoch=4, after_step=average, end=False)
+    method.model.load_state_dict(averages)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        method.end_task(blobs(0))
 
 
 @pytest.mark.parametrize("told", [{"epochs": 20, "steps_per_epoch": 4}, {"epochs": 2, "steps_per_epoch": 40}], ids=str)
@@ -475,3 +506,47 @@ def test_a_mu_too_small_to_free_a_node_is_answered_with_the_form_that_needs_none
     method = PaperAGSCL(model, EXAMPLE, mu=0.01)
     with pytest.warns(SelfCheckWarning, match=r"too small to free a node.*A budget needs no tuning"):
         learn(method, adam(model), 0)
+
+
+# What the loop may do between tasks ----------------------------------------------------------------------------------
+
+
+def with_batchnorm():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU())
+    model = MultiHead(trunk, features=32)
+    return AGSCL(model, EXAMPLE), adam(model)
+
+
+TOLD = {"told": {"epochs": 10, "steps_per_epoch": 4}, "epoch": 4}
+
+
+def test_batchnorm_statistics_that_changed_between_tasks_are_warned_about_when_the_next_one_begins():
+    method, optimizer = with_batchnorm()
+    train(method, optimizer, 0, 40, **TOLD)
+    method.model.train()
+    method.model(blobs(1)[0][0], "t0")
+    with pytest.warns(SelfCheckWarning, match=r"8 frozen nodes changed after task 't0' ended .* eval mode") as caught:
+        train(method, optimizer, 1, 40, **TOLD)
+    assert not any("Use lam" in str(warning.message) for warning in caught)
+
+
+def test_a_step_between_tasks_is_warned_about_when_the_next_one_begins():
+    method, optimizer = build()
+    train(method, optimizer, 0, 40, **TOLD)
+    x, y = blobs(0)[0]
+    F.cross_entropy(method.model(x, "t0"), y).backward()
+    optimizer.step()
+    with pytest.warns(SelfCheckWarning, match=r"frozen nodes changed after task 't0' .* no optimizer step"):
+        train(method, optimizer, 1, 40, **TOLD)
+
+
+def test_evaluation_between_tasks_gives_no_warning():
+    method, optimizer = with_batchnorm()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            train(method, optimizer, number, 40, **TOLD)
+            method.model.eval()
+            method.model(blobs(number)[0][0], "t0")
+            method.model.train()

@@ -29,6 +29,7 @@ def check_before_task(plan: AGSCLPlan) -> None:
             f"{', '.join(unfrozen[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
             "Freeze it again, or build a new method on the model."
         )
+    _check_unchanged(plan)
     if untrained := plan.schedule.rates.untrained:
         method.warn_once(
             "missing",
@@ -48,6 +49,21 @@ def check_before_task(plan: AGSCLPlan) -> None:
     elif method.config.lam == 0:
         method.warn_once(
             "penalty", "lam is 0, so important nodes are not held and old tasks are forgotten. Use lam > 0."
+        )
+
+
+def _check_unchanged(plan: AGSCLPlan) -> None:
+    """Warn where frozen nodes changed between two tasks, when no plan protects them."""
+    method, knowledge = plan.method, plan.method.knowledge
+    if not math.isinf(method.config.lam) or knowledge.digests is None or len(method.tasks) < 2:
+        return
+    if changed := knowledge.digests.describe_groups(knowledge.first_task)["moved_after_task"]:
+        method.warn_once(
+            "between",
+            f"{len(changed)} frozen nodes changed after task {method.tasks[-2]!r} ended and before {plan.task!r} "
+            "began, when nothing protects them. Between end_task and begin_task take no optimizer step, and run a model with "
+            "BatchNorm in eval mode only: in training it updates its statistics. To undo it, load the weights that the "
+            "last task ended with.",
         )
 
 
@@ -76,7 +92,7 @@ def check_after_task(plan: AGSCLPlan, active: Tensor, important: int, unmoved: i
     `active` (groups,) are the groups that fired; `unmoved` of the groups that were `important` before did not move.
     """
     method, config = plan.method, plan.method.config
-    if important and not unmoved and config.lam and plan.steps:
+    if important and not unmoved and config.lam and plan.steps and not math.isinf(config.lam):
         method.warn_once(
             "held",
             f"None of the {important} important nodes kept its weights in task {plan.task!r}: lam ({config.lam:g}) "
@@ -118,18 +134,34 @@ def _check_proximal_steps(plan: AGSCLPlan) -> None:
 def _check_pruning(plan: AGSCLPlan) -> None:
     """Warn about nodes that were pruned too late for the others to make up for them."""
     pruner, share_before = plan.pruner, plan.pruner.share_before_end
+    if pruner.woken:
+        plan.method.warn_once(
+            "woken",
+            f"{pruner.woken} nodes that were pruned in task {plan.task!r} had weights again when it ended: the loop "
+            "went back to weights from before a pruning, or to an average with them. They were pruned again, and the "
+            "others could not make up for them. Where a loop keeps its best weights or averages them, let it start "
+            "over each time method.plan_version has changed.",
+        )
     count = round((1 - share_before) * sum(len(groups) - kept for groups, kept in pruner.layers))
     if plan.steps and count > LATE_SHARE * plan.graph.size:
-        reason = (
-            "its length was not told, and nothing was known of it"
-            if plan.epochs is None
-            else f"{pruner.epoch} of {plan.epochs} epochs were told by end_epoch()"
-        )
+        if plan.epochs is None:
+            reason = (
+                "its length was not told, and nothing was known of it. Give begin_task(…, epochs=…, steps_per_epoch=…)"
+            )
+        elif not pruner.epoch:
+            reason = "end_epoch() was never called. Call it after each epoch, or give begin_task(…, steps_per_epoch=…)"
+        elif pruner.epoch < plan.epochs:
+            reason = (
+                f"it ended after {pruner.epoch} of the {plan.epochs} epochs that were told. Give begin_task(…, "
+                "epochs=…) a number that the loop reaches: with early stopping the smallest that is likely, for a task "
+                "may be longer than told"
+            )
+        else:
+            reason = f"it had {plan.steps} steps. Train for more, or give begin_task(…, steps_per_epoch=…)"
         plan.method.warn_once(
             "late pruning",
             f"{count} nodes were pruned at the very end of task {plan.task!r}, so the others could not make up for "
-            f"them: {reason}. Give begin_task(…, epochs=…, steps_per_epoch=…), or call method.end_epoch() after each "
-            "epoch.",
+            f"them: {reason}.",
         )
 
 

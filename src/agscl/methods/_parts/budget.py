@@ -41,6 +41,8 @@ SPAN, LONG_SPAN, LONG = (0.3, 0.7), (0.2, 0.6), 50
 learning rate is still high."""
 MIN_EPOCHS = 10
 """Tasks of fewer epochs are pruned between steps, others at the ends of epochs."""
+WOKEN_SHARE = 0.01
+"""A pruned group counts as woken above this share of the mean score of those that were kept."""
 FIRST_STEP = 32
 """Where a task's length is not known: the step at which it is first pruned; then at twice as many, and so on."""
 
@@ -66,6 +68,7 @@ class NodePruner:
         self.epoch = 0
         self.share = 0.0  # of what must go, how much is gone
         self.share_before_end = 0.0  # the same, before the task ended
+        self.woken = 0  # pruned groups that had weights again when the task ended
         self.rows: Rows | None = None
 
     def build(self) -> None:
@@ -110,9 +113,18 @@ class NodePruner:
 
     def end_task(self) -> None:
         """Prune what is left to prune. The loop may also have gone back to weights from before a pruning."""
-        self.share_before_end = self.share
+        self.share_before_end, self.woken = self.share, self._count_woken()
         self.prune_(1.0)
         self.hold_()
+
+    def _count_woken(self) -> int:
+        """How many pruned groups have weights that matter: no step gives them any, but the loop may."""
+        if self.rows is None:
+            return 0
+        head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
+        scores, free = score_groups(self.plan.graph, head), self.plan.method.knowledge.free
+        kept = scores[free & ~self.pruned]
+        return int((scores[self.pruned] > WOKEN_SHARE * kept.mean()).sum())
 
     @torch.no_grad()
     def prune_(self, share: float) -> None:
