@@ -64,21 +64,21 @@ def source(result: dict[str, Any]) -> str:
     return f"`{result['command']}` at {commits}, {place}, torch {machine['torch']}"
 
 
-@made_from("digits")
+README_METHODS = ("agscl", "paper-agscl", "packnet", "wsn", "hat", "trgp", "gpm", "ewc", "si", "mas", "finetune")
+
+
+@made_from("digits_comparison")
 def digits(result: Result) -> str:
-    runs = result["runs"]
     lines = [
-        f"| {len(runs)} seeds | average accuracy, % | plasticity | stability | forgetting, % |",
-        "|---|---|---|---|---|",
+        f"| {result['seeds']} seeds | settings | average accuracy, % | forgetting, % |",
+        "|---|---|---|---|",
     ]
-    for name in runs[0]["methods"]:
-        rows = [run["methods"][name] for run in runs]
-        lines.append(
-            f"| {NAMES[name]} | {spread([r['average_accuracy'] for r in rows], 100)} "
-            f"| {spread([r['plasticity'] for r in rows], digits=3)} "
-            f"| {spread([r['stability'] for r in rows], digits=3)} "
-            f"| {spread([r['forgetting'] for r in rows], 100)} |"
-        )
+    for name in README_METHODS:
+        row = result["methods"][name]
+        settings = ", ".join(f"{SYMBOLS.get(key, key)} {value:g}" for key, value in row["settings"].items())
+        title = NAMES.get(name) or {"packnet": "PackNet"}.get(name, name.upper())
+        accuracy, forgetting = (_spread_of(row[key], 100, 1) for key in ("average_accuracy", "forgetting"))
+        lines.append(f"| {title} | {settings or 'none'} | {accuracy} | {forgetting} |")
     return "\n".join([*lines, "", source(result)])
 
 
