@@ -61,9 +61,9 @@ def _check_unchanged(plan: AGSCLPlan) -> None:
         method.warn_once(
             "between",
             f"{len(changed)} frozen nodes changed after task {method.tasks[-2]!r} ended and before {plan.task!r} "
-            "began, when nothing protects them. Between end_task and begin_task take no optimizer step, and run a model "
-            "with BatchNorm in eval mode only: in training it updates its statistics. To undo it, load the weights that "
-            "the last task ended with.",
+            "began, when nothing protects them. Between end_task and begin_task take no optimizer step, and run a "
+            "model with BatchNorm in eval mode only: in training it updates its statistics. To undo it, load the "
+            "weights that the last task ended with.",
         )
 
 
