@@ -231,9 +231,17 @@ class NodeProbe:
         must change; with real ones no other may. A point that is not in `expected` must not change at all. Returns the
         first point and column where this fails.
         """
-        rows = self.proof_rows
-        share = torch.linspace(0.02, 0.7, rows)[:, None]
-        chosen = torch.rand(rows, size, generator=torch.Generator().manual_seed(0)) < share
+        share = torch.linspace(0.02, 0.7, self.proof_rows)[:, None]
+        chosen = torch.rand(self.proof_rows, size, generator=torch.Generator().manual_seed(0)) < share
+        passes = -(-self.proof_rows // self.rows)  # of about the same number of samples
+        contradictions = (self._find_contradiction(part, groups, expected) for part in chosen.tensor_split(passes))
+        return next(filter(None, contradictions), None)
+
+    def _find_contradiction(
+        self, chosen: Tensor, groups: Mapping[str, Tensor], expected: Mapping[ProbePoint, ExpectedGroups]
+    ) -> tuple[ProbePoint, int] | None:
+        """As `find_contradiction`, for the groups `chosen`, (rows, groups), to be changed in each sample."""
+        rows = len(chosen)
         masks = {name: chosen[:, node_groups] for name, node_groups in groups.items()}
         changed_random: dict[ProbePoint, Tensor] = {}
         changed_real: dict[ProbePoint, Tensor] = {}
