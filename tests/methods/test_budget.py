@@ -550,3 +550,25 @@ def test_evaluation_between_tasks_gives_no_warning():
             method.model.eval()
             method.model(blobs(number)[0][0], "t0")
             method.model.train()
+
+
+@quiet
+def test_frozen_nodes_keep_their_bits_when_a_loop_replaces_parameters_and_optimizer_within_a_task():
+    method, optimizer = build()
+    train(method, optimizer, 0, 40, **TOLD)
+    x = blobs(0)[0][0]
+    before = method.model(x, "t0").detach()
+    train(method, optimizer, 1, 20, **TOLD, end=False)
+    method.model.load_state_dict(bits(method.model), assign=True)
+    train(method, adam(method.model), 1, 20, epoch=4, begin=False)
+    assert torch.equal(method.model(x, "t0"), before)
+
+
+def test_a_model_converted_between_tasks_is_warned_about_as_such_alone():
+    method, optimizer = build()
+    train(method, optimizer, 0, 40, **TOLD)
+    method.model.double()
+    method.model.add_head("t1", 3)
+    with pytest.warns(SelfCheckWarning, match="weights are float64") as caught:
+        method.begin_task("t1", optimizer)
+    assert len(caught) == 1

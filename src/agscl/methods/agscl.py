@@ -195,6 +195,7 @@ class AGSCLPlan(NodePlan):
 
     def end_steps(self) -> None:
         """The proximal step for the steps since the last one, when the task ends, and what is left to prune."""
+        self.build()  # the loop may have replaced parameters, e.g. by load_state_dict(…, assign=True)
         if (share := self.schedule.end_task()) is not None:
             self._run_proximal_step(share)
         self._restore_frozen()
@@ -269,8 +270,7 @@ class AGSCL(NodeMethod):
     def _init_nodes(self) -> None:
         """At the start Ω is 0 for every node."""
         knowledge, device = self.knowledge, self._node_device
-        if self.config.budget is not None:
-            check_budget(self.graph, self.config.budget)
+        check_budget(self.graph, self.config.budget)
         knowledge.omega = torch.zeros(self.graph.size, device=device, dtype=self._node_dtype)
         knowledge.first_task = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
         knowledge.generator.manual_seed(self.config.seed)

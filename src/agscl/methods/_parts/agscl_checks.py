@@ -55,7 +55,8 @@ def check_before_task(plan: AGSCLPlan) -> None:
 def _check_unchanged(plan: AGSCLPlan) -> None:
     """Warn where frozen nodes changed between two tasks, when no plan protects them."""
     method, knowledge = plan.method, plan.method.knowledge
-    if not math.isinf(method.config.lam) or knowledge.digests is None or len(method.tasks) < 2:
+    converted = "dtype" in knowledge.warned  # which changes the bits of everything, and was warned about
+    if not math.isinf(method.config.lam) or knowledge.digests is None or len(method.tasks) < 2 or converted:
         return
     if changed := knowledge.digests.describe_groups(knowledge.first_task)["moved_after_task"]:
         method.warn_once(
@@ -138,9 +139,9 @@ def _check_pruning(plan: AGSCLPlan) -> None:
         plan.method.warn_once(
             "woken",
             f"{pruner.woken} nodes that were pruned in task {plan.task!r} had weights again when it ended: the loop "
-            "went back to weights from before a pruning, or to an average with them. They were pruned again, and the "
-            "others could not make up for them. Where a loop keeps its best weights or averages them, let it start "
-            "over each time method.plan_version has changed.",
+            "went back to weights from before a pruning, or to an average with them, or stepped with an optimizer that "
+            "begin_task was not given. They were pruned again, and the others could not make up for them. Where a loop "
+            "keeps its best weights or averages them, let it start over each time method.plan_version has changed.",
         )
     count = round((1 - share_before) * sum(len(groups) - kept for groups, kept in pruner.layers))
     if plan.steps and count > LATE_SHARE * plan.graph.size:

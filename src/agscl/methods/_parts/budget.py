@@ -179,8 +179,10 @@ def count_tasks_left(free: int, budget: Budget, learned: int) -> int:
     return tasks
 
 
-def check_budget(graph: NodeGraph, budget: Budget) -> None:
+def check_budget(graph: NodeGraph, budget: Budget | None) -> None:
     """Refuse a budget with which a task would get less than one node even in the widest layer."""
+    if budget is None:
+        return
     sizes = dict(zip(graph.layers, (int(in_layer.sum()) for in_layer in graph.groups_by_layer()), strict=True))
     widest = max(sizes, key=sizes.__getitem__)
     share = 1 / budget if isinstance(budget, int) else budget
