@@ -100,8 +100,8 @@ def test_a_run_with_it_stopped_and_continued_ends_with_the_same_bits():
 def test_the_commands_take_it_for_all_methods_or_for_one(tmp_path, monkeypatch, capsys):
     for name in METHODS:
         assert parse_settings(name, ["cpr=0.4"], "digits") == {"cpr": 0.4}
-    assert parse_settings_of_methods(["ewc", "finetune"], ["cpr=0.4"]) == ({"cpr": 0.4}, {})
-    training, methods = parse_settings_of_methods(["ewc", "finetune"], ["ewc.cpr=0.4", "patience=3"])
+    assert parse_settings_of_methods(["ewc", "finetune"], ["cpr=0.4"], "digits") == ({"cpr": 0.4}, {})
+    training, methods = parse_settings_of_methods(["ewc", "finetune"], ["ewc.cpr=0.4", "patience=3"], "digits")
     plan = plan_comparison("digits", ["ewc"], 1, tmp_path, settings=methods, **training)
     assert {job.config.method: job.config.training.cpr for job in plan} == {"finetune": 0.0, "ewc": 0.4}
     monkeypatch.chdir(tmp_path)
