@@ -289,7 +289,7 @@ def test_a_later_task_of_unknown_length_is_taken_to_be_as_long_as_the_last_one()
 
 def test_nodes_pruned_at_the_very_end_are_warned_about_with_what_to_tell():
     method, optimizer = build()
-    with pytest.warns(SelfCheckWarning, match=r"48 nodes were pruned at the very end .* Give begin_task\(…, epochs="):
+    with pytest.warns(SelfCheckWarning, match=r"16 nodes were pruned at the very end .* Give begin_task\(…, epochs="):
         train(method, optimizer, 0, 8)
     method, optimizer = build()
     with pytest.warns(SelfCheckWarning, match=r"end_epoch\(\) was never called"):
@@ -300,6 +300,79 @@ def test_a_task_that_stops_early_is_warned_about_with_the_length_that_was_told()
     method, optimizer = build()
     with pytest.warns(SelfCheckWarning, match=r"ended after 10 of the 30 epochs .* may be longer than told"):
         train(method, optimizer, 0, 40, told={"epochs": 30}, epoch=4)
+
+
+@quiet
+def test_a_task_that_stops_early_keeps_three_quarters_of_the_nodes_it_has():
+    method, optimizer = build()
+    train(method, optimizer, 0, 20, told={"epochs": 100}, epoch=4)
+    assert 16 <= int(method.free.sum()) <= 24  # with those that never fire
+
+
+@quiet
+def test_after_a_task_that_stopped_early_the_next_one_is_pruned_as_if_it_stopped_at_the_same_point():
+    method, optimizer = build()
+    train(method, optimizer, 0, 40, told={"epochs": 30}, epoch=4)
+    counts = pruned_at(method, optimizer, 1, 120, told={"epochs": 30}, epoch=4)
+    assert min(counts) == 13  # after epoch 3, not 9,
+    assert max(counts) <= 29  # to epoch 7, not 21
+    assert method.knowledge.task_share == 1.0
+
+
+@quiet
+def test_ending_a_task_again_after_an_error_prunes_no_more():
+    method, optimizer = build()
+    train(method, optimizer, 0, 8, end=False)
+    good = bits(method.model)
+    for parameter in method.model.parameters():
+        parameter.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        method.end_task(blobs(0))
+    method.model.load_state_dict(good)
+    method.end_task(blobs(0))
+    assert 16 <= int(method.free.sum()) <= 24
+
+
+def test_nodes_that_stay_are_scaled_up_so_that_heads_read_values_of_nearly_the_same_size():
+    method, optimizer = build()
+    train(method, optimizer, 0, 8, end=False)
+    before = {name: value.clone() for name, value in method.model.state_dict().items()}
+    scores = budgets.score_groups(method.graph, method.model.heads["t0"])
+    method.plan.pruner.prune_(0.5)
+    first = method.graph.layers["trunk.0"].groups
+    stay = ~method.plan.pruner.pruned[first]
+    factor = (scores[first].sum() / scores[first][stay].sum()).sqrt().float()
+    after = method.model.state_dict()
+    assert 1.05 < factor < 2
+    for key in ("weight", "bias"):
+        torch.testing.assert_close(after[f"trunk.0.{key}"][stay], before[f"trunk.0.{key}"][stay] * factor)
+        assert not after[f"trunk.0.{key}"][~stay].any()
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["with BatchNorm", "without"])
+def test_groups_behind_a_batchnorm_and_depthwise_filters_are_not_scaled(norm):
+    torch.manual_seed(0)
+
+    def block(*layers):
+        return [*layers[:1], *([nn.BatchNorm2d(8)] if norm else []), *layers[1:]]
+
+    trunk = nn.Sequential(
+        *block(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
+        *block(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU()),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    model = MultiHead(trunk)
+    model.add_head("t0", 2)
+    method = AGSCL(model, torch.zeros(2, 1, 8, 8))
+    method.begin_task("t0", adam(model))
+    before = {name: value.clone() for name, value in trunk.named_parameters()}
+    method.plan.pruner.prune_(0.5)
+    stay = ~method.plan.pruner.pruned
+    depthwise = "3" if norm else "2"
+    for name, value in trunk.named_parameters():
+        unscaled = norm or name.startswith(depthwise)
+        assert torch.equal(value[stay], before[name][stay]) == unscaled, name
 
 
 def test_going_back_to_weights_from_before_a_pruning_is_warned_about():

@@ -109,6 +109,7 @@ class AGSCLKnowledge(Knowledge):
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
     task_steps: int = 0  # steps of the last task: a forecast for the next one, if its length is not told
+    task_share: float = 1.0  # of the last task's told length, how much it ran: below 1 if it stopped early
     generator: torch.Generator = field(default_factory=torch.Generator)
     digests: GroupDigests | None = None
 
@@ -310,7 +311,6 @@ class AGSCL(NodeMethod):
         if config.rand_init:
             self._reinitialise_free(plan, new)  # (I.2)
         knowledge.anchors = Rows(self.graph, ~knowledge.free).gather()
-        knowledge.task_steps = plan.steps
         knowledge.digests.update()
         knowledge.statistics = count_nodes(knowledge.free, before, changed) | {"capacity": self.capacity().summarise()}
 

@@ -134,7 +134,7 @@ def _check_proximal_steps(plan: AGSCLPlan) -> None:
 
 def _check_pruning(plan: AGSCLPlan) -> None:
     """Warn about nodes that were pruned too late for the others to make up for them."""
-    pruner, share_before = plan.pruner, plan.pruner.share_before_end
+    pruner = plan.pruner
     if pruner.woken:
         plan.method.warn_once(
             "woken",
@@ -143,8 +143,7 @@ def _check_pruning(plan: AGSCLPlan) -> None:
             "begin_task was not given. They were pruned again, and the others could not make up for them. Where a loop "
             "keeps its best weights or averages them, let it start over each time method.plan_version has changed.",
         )
-    count = round((1 - share_before) * sum(len(groups) - kept for groups, kept in pruner.layers))
-    if plan.steps and count > LATE_SHARE * plan.graph.size:
+    if plan.steps and pruner.cut > LATE_SHARE * plan.graph.size:
         if plan.epochs is None:
             reason = (
                 "its length was not told, and nothing was known of it. Give begin_task(…, epochs=…, steps_per_epoch=…)"
@@ -161,8 +160,8 @@ def _check_pruning(plan: AGSCLPlan) -> None:
             reason = f"it had {plan.steps} steps. Train for more, or give begin_task(…, steps_per_epoch=…)"
         plan.method.warn_once(
             "late pruning",
-            f"{count} nodes were pruned at the very end of task {plan.task!r}, so the others could not make up for "
-            f"them: {reason}.",
+            f"{pruner.cut} nodes were pruned at the very end of task {plan.task!r}, so the others could not make up "
+            f"for them, and {pruner.above_budget} more than its budget were kept: {reason}.",
         )
 
 

@@ -3,11 +3,13 @@
 The paper's penalty μ Σ‖θ‖ on free nodes becomes a constraint: at most k free nodes of a layer differ from 0. Its
 proximal operator is a projection: the k nodes with the highest scores keep their weights, the others become exactly 0.
 k falls to the budget in a few steps while the task is learned, so that the nodes that stay make up for those that go.
+They are scaled up at each step, so that the next layer and the head read values of nearly the same size as before.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -41,6 +43,9 @@ SPAN, LONG_SPAN, LONG = (0.3, 0.7), (0.2, 0.6), 50
 learning rate is still high."""
 MIN_EPOCHS = 10
 """Tasks of fewer epochs are pruned between steps, others at the ends of epochs."""
+END_SHARE = 0.75
+"""When a task ends before all its prunings, a layer keeps at least this share of the nodes it then has: nothing can
+make up for those that go."""
 WOKEN_SHARE = 0.01
 """A pruned group counts as woken above this share of the mean score of those that were kept."""
 FIRST_STEP = 32
@@ -67,7 +72,7 @@ class NodePruner:
         self.gradients = torch.zeros_like(free, dtype=torch.int32)  # (groups,) above 0: has had one since last pruned
         self.epoch = 0
         self.share = 0.0  # of what must go, how much is gone
-        self.share_before_end = 0.0  # the same, before the task ended
+        self.cut = self.above_budget = 0  # groups pruned when the task ended, and groups left above the budget
         self.woken = 0  # pruned groups that had weights again when the task ended
         self.rows: Rows | None = None
 
@@ -94,7 +99,7 @@ class NodePruner:
         if not self.layers or plan.schedule.captured or (plan.epochs or 0) >= MIN_EPOCHS:
             return
         if plan.epochs and plan.schedule.steps_per_epoch:
-            length = plan.epochs * plan.schedule.steps_per_epoch
+            length = plan.epochs * plan.schedule.steps_per_epoch * plan.method.knowledge.task_share
         elif plan.epochs is None or plan.epochs == 1:
             length = plan.method.knowledge.task_steps
         else:  # how many steps an epoch has is still being counted
@@ -108,14 +113,24 @@ class NodePruner:
         """Prune after an epoch, if it is time."""
         self.epoch += 1
         if self.plan.epochs:
-            span = LONG_SPAN if self.plan.epochs >= LONG else SPAN
-            self.prune_(_share_at(self.epoch / self.plan.epochs, *span))
+            length = self.plan.epochs * self.plan.method.knowledge.task_share
+            self.prune_(_share_at(self.epoch / length, *(LONG_SPAN if length >= LONG else SPAN)))
 
     def end_task(self) -> None:
-        """Prune what is left to prune. The loop may also have gone back to weights from before a pruning."""
-        self.share_before_end, self.woken = self.share, self._count_woken()
-        self.prune_(1.0)
+        """Prune what is left to prune, as far as may be. The loop may have gone back to weights before a pruning."""
+        plan, knowledge = self.plan, self.plan.method.knowledge
+        self.woken = self._count_woken()
+        if self.layers and self.share < 1:
+            self.share = 1.0
+            counts = [int((~self.pruned[candidates]).sum()) for candidates, _ in self.layers]
+            kept = [max(kept, math.ceil(END_SHARE * n)) for n, (_, kept) in zip(counts, self.layers, strict=True)]
+            self.cut = sum(counts) - sum(kept)
+            self.above_budget = sum(kept) - sum(kept for _, kept in self.layers)
+            self._keep_(kept)
         self.hold_()
+        epochs = self.epoch or plan.steps / (plan.schedule.steps_per_epoch or math.inf)
+        knowledge.task_share = min(1.0, epochs / plan.epochs) if epochs and plan.epochs else 1.0
+        knowledge.task_steps = plan.steps
 
     def _count_woken(self) -> int:
         """How many pruned groups have weights that matter: no step gives them any, but the loop may."""
@@ -126,21 +141,27 @@ class NodePruner:
         kept = scores[free & ~self.pruned]
         return int((scores[self.pruned] > WOKEN_SHARE * kept.mean()).sum())
 
-    @torch.no_grad()
     def prune_(self, share: float) -> None:
-        """Set groups with the lowest scores to 0, until this share of what each layer has above its budget is gone."""
-        if not self.layers or share <= self.share:
-            return
-        self.share = share
+        """Prune groups until this share of what each layer has above its budget is gone."""
+        if self.layers and share > self.share:
+            self.share = share
+            self._keep_([len(groups) - round((len(groups) - kept) * share) for groups, kept in self.layers])
+
+    @torch.no_grad()
+    def _keep_(self, counts: Sequence[int]) -> None:
+        """Keep so many groups of each layer: set those with the lowest scores to 0, and scale the others up."""
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
         scores = score_groups(self.plan.graph, head)
         if bool(self.gradients.any()):
             scores = scores * (self.gradients > 0)
             self.gradients.zero_()
-        for candidates, kept in self.layers:
-            count = round((len(candidates) - kept) * share)
+        factors = torch.ones_like(scores)
+        for (candidates, _), count in zip(self.layers, counts, strict=True):
             order = torch.where(self.pruned[candidates], -1.0, scores[candidates]).argsort(stable=True)
-            self.pruned[candidates[order[:count]]] = True
+            gone, kept = candidates[order].tensor_split([len(candidates) - count])
+            self.pruned[gone] = True
+            factors[kept] = (scores[candidates].sum() / scores[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
+        _scale_groups_(self.plan.graph, factors)
         self.build()
         self.hold_()
         self.plan.version += 1
@@ -154,6 +175,25 @@ def _find_watched(graph: NodeGraph, device: torch.device) -> list[tuple[nn.Param
             covered[groups] = True
             watched.append((parameter, groups.to(device)))
     return watched
+
+
+def _scale_groups_(graph: NodeGraph, factors: Tensor) -> None:
+    """Scale the values of groups by scaling their incoming weights, but where a BatchNorm sets the size of values.
+
+    A depthwise filter, which reads its own group, is left: its input is scaled already.
+    """
+    normed = torch.zeros(graph.size, dtype=torch.bool)
+    for norm in graph.norms.values():
+        normed[norm.groups] = True
+    factors = torch.where(normed.to(factors.device), 1.0, factors)
+    for owner in graph.incoming_modules:
+        reader = graph.readers.get(owner.name)
+        if reader is not None and bool(torch.isin(owner.groups, reader.sources).any()):
+            continue
+        for parameter in owner.module.parameters(recurse=False):
+            if parameter.requires_grad:
+                scale = factors[owner.groups.to(factors.device)].to(parameter)
+                parameter.mul_(scale.view(-1, *[1] * (parameter.dim() - 1)))
 
 
 def is_budget(value: Any) -> bool:
