@@ -45,11 +45,14 @@ def test_a_matrix_whose_columns_never_change_is_fully_stable_and_forgets_nothing
 
 def test_a_task_that_never_got_above_zero_lost_nothing():
     assert metrics.stability([[0.0], [0.0, 1.0]]) == 1
+    assert metrics.stability([[-0.1], [-0.3, 1.0]]) == 1
 
 
 def test_a_task_that_the_reference_never_learned_is_left_out_of_plasticity():
     assert metrics.plasticity([[0.5], [0.5, 0.4]], [[0.0], [0.0, 0.8]]) == 0.5
-    assert metrics.plasticity([[0.0], [0.0, 0.4]], [[0.0], [0.0, 0.8]]) == 0.75
+    assert metrics.plasticity([[0.0], [0.0, 0.4]], [[0.0], [0.0, 0.8]]) == 0.5
+    assert metrics.plasticity([[-0.2], [0.0, 0.4]], [[-0.1], [0.0, 0.8]]) == 0.5, "a worse score is no better ratio"
+    assert metrics.plasticity([[0.3]], [[0.0]]) is None
 
 
 def test_a_matrix_of_the_wrong_shape_is_refused():
@@ -59,3 +62,10 @@ def test_a_matrix_of_the_wrong_shape_is_refused():
         metrics.average_accuracy([])
     with pytest.raises(ValueError, match="2 tasks against 3"):
         metrics.plasticity(FORGETS[:2], FORGETS)
+
+
+def test_a_task_that_fine_tuning_never_learned_adds_nothing_to_the_accumulated_reward():
+    reference = [{"relative": [0.0]}, {"relative": [0.0, -0.1]}, {"relative": [0.0, -0.2, 0.5]}]
+    evaluations = [{"relative": [0.0]}, {"relative": [0.8, -0.2]}, {"relative": [0.8, -0.2, 0.4]}]
+    assert metrics.accumulated_rewards(evaluations, reference) == [0.0, 0.0, 0.8]
+    assert metrics.find_unlearned(reference) == [0, 1]

@@ -6,7 +6,6 @@ learning task i, for j ≤ i.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,23 +18,28 @@ def average_accuracy(accuracies: Matrix) -> float:
     return _mean(accuracies[-1])
 
 
-def plasticity(accuracies: Matrix, reference: Matrix) -> float:
+def plasticity(accuracies: Matrix, reference: Matrix) -> float | None:
     """Mean over tasks of the just-learned accuracy, relative to plain fine-tuning's on the same sequence and seed.
 
-    A task is left out if fine-tuning has accuracy 0 on it and this has more: the ratio would be infinite.
+    A task that fine-tuning did not learn (0, or a score below that) is left out: there is nothing to be relative to.
+    None if that leaves no task.
     """
     _check_matrix(accuracies)
     _check_matrix(reference)
     if len(accuracies) != len(reference):
         raise ValueError(f"{len(accuracies)} tasks against {len(reference)} in the reference: expected the same number")
-    ratios = [_ratio(row[-1], other[-1]) for row, other in zip(accuracies, reference, strict=True)]
-    return _mean([ratio for ratio in ratios if math.isfinite(ratio)] or ratios)
+    ratios = [row[-1] / other[-1] for row, other in zip(accuracies, reference, strict=True) if other[-1] > 0]
+    return _mean(ratios) if ratios else None
 
 
 def stability(accuracies: Matrix) -> float:
-    """Mean over tasks of the final accuracy, relative to the best this task ever had."""
+    """Mean over tasks of the final accuracy, relative to the best this task ever had.
+
+    A task that never got above 0 counts as 1: it lost nothing.
+    """
     _check_matrix(accuracies)
-    return _mean([_ratio(last, best) for last, best in zip(accuracies[-1], _best_accuracies(accuracies), strict=True)])
+    pairs = zip(accuracies[-1], _best_accuracies(accuracies), strict=True)
+    return _mean([last / best if best > 0 else 1.0 for last, best in pairs])
 
 
 def forgetting(accuracies: Matrix) -> float:
@@ -51,24 +55,31 @@ def accumulated_rewards(
     evaluations: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
 ) -> list[float]:
     """The paper's normalised accumulated reward of each evaluation in reinforcement learning: the sum over the tasks
-    learned so far of the score, divided by the highest that fine-tuning (`reference`) ever had on that task."""
-    rows = [evaluation["relative"] for evaluation in reference]
-    best = [max(row[task] for row in rows if len(row) > task) for task in range(max(map(len, rows)))]
+    learned so far of the score, divided by the highest that fine-tuning (`reference`) ever had on that task.
+
+    Tasks that fine-tuning did not learn (`find_unlearned`) add nothing, for no method: 0/0 says nothing, and a score
+    divided by a negative one is the higher the worse it is.
+    """
+    best = _best_scores(reference)
     return [
-        sum(_ratio(score, highest) for score, highest in zip(evaluation["relative"], best, strict=False))
+        sum(score / highest for score, highest in zip(evaluation["relative"], best, strict=False) if highest > 0)
         for evaluation in evaluations
     ]
 
 
+def find_unlearned(reference: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The indices of the tasks on which no evaluation of `reference` is above 0."""
+    return [task for task, highest in enumerate(_best_scores(reference)) if highest <= 0]
+
+
+def _best_scores(evaluations: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The highest score, relative to the task's range, that each task ever had."""
+    rows = [evaluation["relative"] for evaluation in evaluations]
+    return [max(row[task] for row in rows if len(row) > task) for task in range(max(map(len, rows)))]
+
+
 def _best_accuracies(accuracies: Matrix) -> list[float]:
     return [max(row[task] for row in accuracies[task:]) for task in range(len(accuracies))]
-
-
-def _ratio(value: float, reference: float) -> float:
-    # 0 / 0 counts as 1: an accuracy of 0 that stays 0 lost nothing.
-    if reference == 0:
-        return 1.0 if value == 0 else float("inf")
-    return value / reference
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -51,6 +51,8 @@ def print_run_summary(result: dict[str, Any], folder: Path) -> None:
     console.print()
     console.print(_make_metrics_table(methods))
     method, outcome = list(methods.items())[-1]
+    if left_out := outcome.get("not_accumulated"):
+        print_line(f"not in the accumulated reward, as fine-tuning did not learn it: {', '.join(left_out)}")
     if "used_capacity" in outcome["statistics"][-1] and "nodes" in outcome["statistics"][-1]:
         console.print()
         console.print(_make_nodes_table(tasks, outcome["statistics"]))

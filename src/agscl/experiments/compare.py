@@ -86,15 +86,18 @@ def _collect_rewards(
     """Of agents: scores, all evaluations, and the accumulated reward at the end, relative to fine-tuning's best."""
     if not all("evaluations" in outcome for outcome in outcomes):
         return {}
-    references = [results.get((REFERENCE, seed), {}).get("methods", {}).get(REFERENCE) for seed in seeds]
-    accumulated = [
-        None if reference is None else metrics.accumulated_rewards(outcome["evaluations"], reference["evaluations"])[-1]
-        for outcome, reference in zip(outcomes, references, strict=True)
-    ]
+    references: list[Any] = [results.get((REFERENCE, seed)) for seed in seeds]
+    accumulated: list[float | None] = []
+    left_out: list[list[str]] = []
+    for outcome, reference in zip(outcomes, references, strict=True):
+        compared = reference and reference["methods"][REFERENCE]["evaluations"]
+        accumulated.append(compared and metrics.accumulated_rewards(outcome["evaluations"], compared)[-1])
+        left_out.append([reference["tasks"][task] for task in metrics.find_unlearned(compared)] if reference else [])
     return {
         "scores": [outcome["scores"] for outcome in outcomes],
         "evaluations": [outcome["evaluations"] for outcome in outcomes],
         "accumulated_reward": summarize_values(accumulated),
+        "not_accumulated": left_out,
     }
 
 

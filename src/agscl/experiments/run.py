@@ -187,8 +187,9 @@ def _summarize_outcome(trainer: AnyTrainer, name: str, reference: dict[str, Any]
     reference_accuracies = accuracies if name == REFERENCE else reference and reference["accuracies"]
     extra = trainer.extra_results()
     if "evaluations" in extra and (name == REFERENCE or reference):
-        rewards = metrics.accumulated_rewards(extra["evaluations"], (reference or extra)["evaluations"])
-        extra["accumulated_rewards"] = rewards
+        compared = (reference or extra)["evaluations"]
+        extra["accumulated_rewards"] = metrics.accumulated_rewards(extra["evaluations"], compared)
+        extra["not_accumulated"] = [trainer.tasks[task].name for task in metrics.find_unlearned(compared)]
     return {
         "accuracies": accuracies,
         "valid_accuracies": trainer.valid_accuracies,
