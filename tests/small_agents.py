@@ -32,7 +32,9 @@ class CountingTask(EnvironmentTask):
     cut_after: int | None = None
     swapped: bool = False
 
-    def make(self, count: int, seed: int, *, training: bool, limit: int | None = None) -> Environments:
+    def make(
+        self, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
+    ) -> Environments:
         return CountingEnvironments(self, count)
 
     def checksum(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from agscl.experiments.presets import PRESETS
 from agscl.experiments.run import Interrupted, execute_run
 from agscl.reinforcement import PPOConfig
 from agscl.runs import Run, WrongOptions, read_result
+from agscl.runs.events import read_events
+from commands import start_training
 
 QUICK = {"steps": 512, "environments": 4, "rollout": 16, "epochs": 1, "minibatches": 4, "evaluations": 2}
 QUICK |= {"evaluation_episodes": 2, "evaluation_limit": 20}
@@ -68,6 +71,32 @@ def test_a_run_stopped_between_any_two_units_ends_with_the_same_digest(tmp_path)
     assert digest == expected
 
 
+@pytest.mark.slow
+def test_a_run_of_atari_that_was_killed_goes_on_and_its_certificates_hold(tmp_path):
+    pytest.importorskip("ale_py", reason="ale-py is not installed")
+    pairs = ["steps=256", "environments=4", "rollout=16", "epochs=1", "minibatches=2", "evaluations=1"]
+    pairs += ["evaluation_limit=30", "evaluation_episodes=2"]
+    command = ["run", "atari-smoke", "--name", "quick", "--checkpoint-every", "0.01", "--set", *pairs]
+
+    def count(event):
+        return sum(one["event"] == event for one in read_events(tmp_path / "runs/quick/events.jsonl"))
+
+    process = start_training(tmp_path, *command)
+    while count("iteration") < 8 + 4 + 1 and process.poll() is None:  # AGS-CL is learning its second game
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "runs/quick/result.json").exists()
+    assert main(command) == 0
+    assert count("environments restarted") == 1
+    assert count("iteration") == 2 * 2 * 4, "no iteration is missing, and none is logged twice"
+    outcome = read_result(Path("runs/quick"))["methods"]["agscl"]
+    assert [len(row) for row in outcome["scores"]] == [1, 2]
+    assert outcome["scores"][1][0] == outcome["scores"][0][0]
+    assert main(["verify", "quick"]) == 0
+    assert main(["inspect", "quick"]) == 0
+
+
 def test_methods_are_compared_by_their_scores(capsys):
     words = ["--seeds", "1", "--jobs", "1", "--name", "c", "--methods", "agscl,ewc"]
     assert main(["compare", "control", *words, "--set", *PAIRS]) == 0
@@ -78,6 +107,31 @@ def test_methods_are_compared_by_their_scores(capsys):
     for row in methods.values():
         assert len(row["scores"][0]) == 3
         assert row["accumulated_reward"]["mean"] is not None
+
+
+def test_play_is_recorded_for_every_task_or_for_one(capsys):
+    pytest.importorskip("pygame", reason="pygame is not installed")
+    assert main(["run", "control", "--name", "quick", "--method", "finetune", "--set", *PAIRS]) == 0
+    assert main(["play", "quick", "--steps", "30"]) == 0
+    assert capsys.readouterr().out.count("score") >= 3
+    assert {path.name for path in Path("runs/quick/play").iterdir()} == {
+        "Acrobot-v1.gif",
+        "CartPole-v1.gif",
+        "FrozenLake-v1.gif",
+    }
+    assert main(["verify", "quick"]) == 0, "recordings do not touch the run"
+    assert main(["play", "quick", "--task", "CartPole-v1", "--out", "cart.gif"]) == 0
+    assert Path("cart.gif").read_bytes().startswith(b"GIF89a")
+    assert main(["play", "quick", "--out", "cart.gif"]) == 2
+    assert main(["play", "quick", "--task", "Pong"]) == 2
+    assert "It has: Acrobot-v1, CartPole-v1, FrozenLake-v1" in capsys.readouterr().err
+
+
+def test_a_run_on_data_has_nothing_to_play(capsys):
+    with Run(Path("runs/data")) as run:
+        run.store_config(configure("digits", method="finetune").as_dict())
+    assert main(["play", "data"]) == 2
+    assert "nothing to play" in capsys.readouterr().err
 
 
 def test_settings_of_the_other_kind_of_training_are_refused(capsys):

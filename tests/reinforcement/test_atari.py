@@ -11,12 +11,13 @@ import torch
 pytest.importorskip("ale_py", reason="ale-py is not installed")
 
 from agscl.heads import MultiHead
+from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
 from agscl.networks.atari import AtariTrunk
 from agscl.reinforcement.atari import AtariEnvironments
 from agscl.reinforcement.sequences import ATARI_ACTIONS, load_environments
 from agscl.reinforcement.trainer import ReinforcementTrainer
-from small_agents import QUICK
+from small_agents import QUICK, learn_task
 
 
 def play_randomly(environments, actions, steps, seed=0):
@@ -157,6 +158,31 @@ def test_an_agent_plays_two_games_and_can_be_resumed():
         pass
     assert events[0]["event"] == "environments restarted"
     assert [len(row) for row in resumed.scores] == [1, 2]
+
+
+def test_the_old_policy_keeps_its_bits_while_the_next_game_is_learned():
+    tasks = load_environments("atari", games=["boxing", "demon_attack"])
+    torch.manual_seed(0)
+    model = MultiHead(AtariTrunk(filters=8), features=32)
+    method = AGSCL(model, torch.zeros(2, 4, 84, 84))
+    trainer = ReinforcementTrainer(model, method, tasks, replace(QUICK, evaluation_limit=20), seed=0)
+    learn_task(trainer)
+    environments = tasks[0].make(4, 5, training=False)
+    frames = torch.cat([torch.from_numpy(step.observations) for step in play_randomly(environments, 18, 10)])
+    environments.close()
+
+    @torch.no_grad()
+    def play_boxing():
+        return {name: x.clone() for name, x in model(tasks[0].prepare(frames), "boxing").items()}
+
+    before, weights = play_boxing(), {name: x.clone() for name, x in model.trunk.state_dict().items()}
+    while trainer.advance():
+        after = play_boxing()
+        assert all(torch.equal(before[name], after[name]) for name in ("actor", "critic"))
+    assert any(not torch.equal(weights[name], x) for name, x in model.trunk.state_dict().items()), (
+        "something is learned"
+    )
+    assert {one["scores"][0] for one in trainer.evaluations[1:]} == {trainer.scores[0][0]}
 
 
 def test_unknown_games_are_refused():

@@ -1,4 +1,4 @@
-"""The command `agscl`: run, compare, search, study, verify, inspect, methods, data.
+"""The command `agscl`: run, compare, search, study, verify, inspect, play, methods, data.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by a signal.
 """
@@ -47,6 +47,7 @@ def run_command(arguments: list[str]) -> int:
     from agscl.cli.data import data
     from agscl.cli.inspect import inspect
     from agscl.cli.methods import methods
+    from agscl.cli.play import play
     from agscl.cli.run import fill_in_bare_resume, run
     from agscl.cli.search import search
     from agscl.cli.study import study
@@ -69,6 +70,7 @@ def run_command(arguments: list[str]) -> int:
                     "study": study,
                     "verify": verify,
                     "inspect": inspect,
+                    "play": play,
                     "methods": methods,
                     "data": data,
                 },

@@ -165,10 +165,11 @@ PRESETS: dict[str, Preset] = {
         training=PPOConfig(
             steps=40_960,
             environments=16,
-            rollout=128,
-            minibatches=16,
+            rollout=32,  # with longer iterations a policy often settles before it has found Acrobot's goal
+            epochs=5,
+            minibatches=8,
             lr=1e-3,
-            entropy=0.01,
+            entropy=0.02,
             evaluations=10,
         ),
         methods={

@@ -17,6 +17,8 @@ import numpy as np
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
 
 FRAMES_PER_STEP = 4
+SCREEN = (210, 160)
+"""Height and width of a game's picture."""
 MAX_FRAMES = 108_000
 """Half an hour of play, after which ALE cuts off a game."""
 
@@ -25,8 +27,10 @@ MAX_FRAMES = 108_000
 class AtariTask(EnvironmentTask):
     """One game of ALE; `name` is that of its ROM, e.g. star_gunner."""
 
-    def make(self, count: int, seed: int, *, training: bool, limit: int | None = None) -> Environments:
-        return AtariEnvironments(self.name, count, seed, training=training, limit=limit)
+    def make(
+        self, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
+    ) -> Environments:
+        return AtariEnvironments(self.name, count, seed, training=training, limit=limit, render=render)
 
     def learned_rewards(self, rewards: Array) -> Array:
         return np.sign(rewards)
@@ -42,18 +46,27 @@ class AtariTask(EnvironmentTask):
 class AtariEnvironments(Environments):
     """Games of ALE, played by its own threads. They cannot be restored: a resumed run starts new ones."""
 
-    def __init__(self, game: str, count: int, seed: int, *, training: bool, limit: int | None = None) -> None:
+    def __init__(
+        self, game: str, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
+    ) -> None:
         from ale_py.vector_env import AtariVectorEnv
 
         self.count, self.seed = count, seed
-        self._games: Any = AtariVectorEnv(
-            game,
-            count,
-            autoreset_mode="SameStep",
-            life_loss_info=training,
-            reward_clipping=False,
-            max_num_frames_per_episode=MAX_FRAMES if limit is None else min(MAX_FRAMES, FRAMES_PER_STEP * limit),
-        )
+        options: dict[str, Any] = {
+            "autoreset_mode": "SameStep",
+            "life_loss_info": training,
+            "reward_clipping": False,
+            "max_num_frames_per_episode": MAX_FRAMES if limit is None else min(MAX_FRAMES, FRAMES_PER_STEP * limit),
+        }
+        self._games: Any = AtariVectorEnv(game, count, **options)
+        # ALE shows either what the agent sees or a picture in colour: the same game is played once more for the latter.
+        self._screen: Any = None
+        if render:
+            height, width = SCREEN
+            self._screen = AtariVectorEnv(
+                game, 1, grayscale=False, img_height=height, img_width=width, stack_num=1, **options
+            )
+        self._picture = np.zeros((*SCREEN, 3), np.uint8)
         self.returns = np.zeros(count)
         self._frames = np.zeros(count, np.int64)  # of each game, at its last step
 
@@ -62,10 +75,20 @@ class AtariEnvironments(Environments):
         seeds = np.random.SeedSequence(self.seed).generate_state(self.count).astype(np.int64) % 2**31
         observations, info = self._games.reset(seed=seeds)
         self._frames = np.array(info["episode_frame_number"])
+        if self._screen is not None:
+            self._picture = self._screen.reset(seed=seeds[:1])[0].reshape(*SCREEN, 3).copy()
         return np.asarray(observations)
 
     def send(self, actions: Array) -> None:
-        self._games.send(np.ascontiguousarray(actions, np.int64))
+        actions = np.ascontiguousarray(actions, np.int64)
+        self._games.send(actions)
+        if self._screen is not None:
+            self._screen.send(actions[:1].copy())
+            self._picture = self._screen.recv()[0].reshape(*SCREEN, 3).copy()
+
+    def render(self) -> Array:
+        assert self._screen is not None, "make the environments with render=True"
+        return self._picture
 
     def receive(self) -> Transition:
         observations, rewards, ended, cut_off, info = self._games.recv()
@@ -80,3 +103,5 @@ class AtariEnvironments(Environments):
 
     def close(self) -> None:
         self._games.close()
+        if self._screen is not None:
+            self._screen.close()

@@ -46,6 +46,8 @@ class Environments(ABC):
     """Several environments of a task, stepped together. `send` may return before the step is done."""
 
     count: int
+    steps_per_second: float = 15.0
+    """How fast a person would watch it."""
 
     @abstractmethod
     def reset(self) -> Array:
@@ -62,6 +64,10 @@ class Environments(ABC):
     def step(self, actions: Array) -> Transition:
         self.send(actions)
         return self.receive()
+
+    def render(self) -> Array:
+        """(height, width, 3) bytes: the picture of the first environment, if these were made with `render`."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any] | None:
         """What `load_state_dict` needs, or None where environments cannot be restored."""
@@ -90,8 +96,10 @@ class EnvironmentTask(ABC):
     """The score that counts as 1; results are shown relative to these two."""
 
     @abstractmethod
-    def make(self, count: int, seed: int, *, training: bool, limit: int | None = None) -> Environments:
-        """New environments; `limit` cuts off episodes after so many steps."""
+    def make(
+        self, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
+    ) -> Environments:
+        """New environments; `limit` cuts off episodes after so many steps, with `render` they have pictures."""
 
     @abstractmethod
     def checksum(self) -> int:
@@ -124,11 +132,13 @@ class GymTask(EnvironmentTask):
     reward_scale: float = 1.0
     """What rewards are multiplied by: value losses of very different tasks then have the same size."""
 
-    def make(self, count: int, seed: int, *, training: bool, limit: int | None = None) -> Environments:
-        return GymEnvironments(self, count, seed, limit)
+    def make(
+        self, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
+    ) -> Environments:
+        return GymEnvironments(self, count, seed, limit, render=render)
 
-    def make_one(self) -> Any:
-        return make_gym(self.id, self.options)
+    def make_one(self, render: bool = False) -> Any:
+        return make_gym(self.id, {**self.options, "render_mode": "rgb_array"} if render else self.options)
 
     def checksum(self) -> int:
         return zlib.crc32(f"{self.id} {sorted(self.options.items())} gymnasium {version('gymnasium')}".encode())
@@ -155,9 +165,10 @@ class GymEnvironments(Environments):
     holds for every environment that is deterministic once it is seeded.
     """
 
-    def __init__(self, task: GymTask, count: int, seed: int, limit: int | None = None) -> None:
+    def __init__(self, task: GymTask, count: int, seed: int, limit: int | None = None, *, render: bool = False) -> None:
         self.task, self.count, self.seed, self.limit = task, count, seed, limit
-        self.environments = [task.make_one() for _ in range(count)]
+        self.environments = [task.make_one(render) for _ in range(count)]
+        self.steps_per_second = float(self.environments[0].metadata.get("render_fps", self.steps_per_second))
         self.episodes = [0] * count  # the number of the episode under way, by environment
         self.taken: list[list[int]] = [[] for _ in range(count)]  # its actions
         self.returns = [0.0] * count  # its sum of rewards
@@ -198,6 +209,14 @@ class GymEnvironments(Environments):
         self.taken[index], self.returns[index] = [], 0.0
         seed = derive_seed(self.seed, index, self.episodes[index]) % 2**31
         return self.task.encode(self.environments[index].reset(seed=seed)[0])
+
+    def render(self) -> Array:
+        try:
+            return np.asarray(self.environments[0].render(), np.uint8)
+        except Exception as error:
+            if type(error).__name__ != "DependencyNotInstalled":
+                raise
+            raise ValueError(f"{self.task.id} cannot be drawn: {error}. Try: pip install 'agscl[play]'") from error
 
     def state_dict(self) -> dict[str, Any]:
         actions = [action for taken in self.taken for action in taken]

@@ -12,7 +12,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from agscl.reinforcement.config import PPOConfig
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask
 from agscl.reinforcement.importance import make_importance_forward
 from agscl.reinforcement.ppo import PPO, Lane, add_actor_critic
+from agscl.reinforcement.recording import Recording, record_episode
 from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
 from agscl.training.engine import make_runner
@@ -200,26 +202,34 @@ class ReinforcementTrainer:
         self.task_index += 1
         self.iteration = 0
 
-    @torch.no_grad()
     def evaluate(self, index: int, seed: int) -> float:
         """The mean score of complete episodes of a task, one in each environment, played greedily."""
         task, count = self.tasks[index], self.config.evaluation_episodes
-        environments = task.make(count, seed, training=False, limit=self.config.evaluation_limit)
         scores: dict[int, float] = {}
-        self.model.eval()
-        try:
+        with closing(task.make(count, seed, training=False, limit=self.config.evaluation_limit)) as environments:
             observations = environments.reset()
             while len(scores) < count:
-                x = self._to_memory_format(task.prepare(torch.from_numpy(observations).to(self.device)))
-                actions = self.model(x, task.name)["actor"].argmax(1)
-                transition = environments.step(actions.cpu().numpy())
+                transition = environments.step(self.choose_greedily(task, observations))
                 for environment, score in transition.scores:
                     scores.setdefault(environment, score)  # further episodes of the same environment do not count
                 observations = transition.observations
-        finally:
-            self.model.train()
-            environments.close()
         return sum(scores.values()) / count
+
+    @torch.no_grad()
+    def choose_greedily(self, task: EnvironmentTask, observations: Array) -> Array:
+        """The most probable action for each observation."""
+        x = self._to_memory_format(task.prepare(torch.from_numpy(observations).to(self.device)))
+        was_training = self.model.training
+        self.model.eval()
+        actions: Array = self.model(x, task.name)["actor"].argmax(1).cpu().numpy()
+        self.model.train(was_training)
+        return actions
+
+    def record_play(self, index: int, limit: int) -> Recording:
+        """Pictures of greedy play, at most `limit`, of an episode that starts like the first of each evaluation."""
+        task, seed = self.tasks[index], derive_seed(self.seed, EVALUATE, index)
+        with closing(task.make(1, seed, training=False, render=True)) as one:
+            return record_episode(one, partial(self.choose_greedily, task), limit)
 
     # Position --------------------------------------------------------------------------------------------------------
 
