@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -206,7 +206,8 @@ class ReinforcementTrainer:
         """The mean score of complete episodes of a task, one in each environment, played greedily."""
         task, count = self.tasks[index], self.config.evaluation_episodes
         scores: dict[int, float] = {}
-        with closing(task.make(count, seed, training=False, limit=self.config.evaluation_limit)) as environments:
+        made = task.make(count, seed, training=False, limit=self.config.evaluation_limit)
+        with closing(made) as environments, self._evaluating():
             observations = environments.reset()
             while len(scores) < count:
                 transition = environments.step(self.choose_greedily(task, observations))
@@ -219,16 +220,21 @@ class ReinforcementTrainer:
     def choose_greedily(self, task: EnvironmentTask, observations: Array) -> Array:
         """The most probable action for each observation."""
         x = self._to_memory_format(task.prepare(torch.from_numpy(observations).to(self.device)))
-        was_training = self.model.training
-        self.model.eval()
         actions: Array = self.model(x, task.name)["actor"].argmax(1).cpu().numpy()
-        self.model.train(was_training)
         return actions
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
 
     def record_play(self, index: int, limit: int) -> Recording:
         """Pictures of greedy play, at most `limit`, of an episode that starts like the first of each evaluation."""
         task, seed = self.tasks[index], derive_seed(self.seed, EVALUATE, index)
-        with closing(task.make(1, seed, training=False, render=True)) as one:
+        with closing(task.make(1, seed, training=False, render=True)) as one, self._evaluating():
             return record_episode(one, partial(self.choose_greedily, task), limit)
 
     # Position --------------------------------------------------------------------------------------------------------
