@@ -16,6 +16,8 @@ from agscl.experiments.build import build_trainer, load_tasks
 from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.presets import PRESETS
 from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.search import load_trials, search_settings
+from agscl.experiments.studies import collect_study, plan_study
 from agscl.reinforcement import PPOConfig
 from agscl.runs import Run, WrongOptions, read_result
 from agscl.runs.events import read_events
@@ -107,6 +109,65 @@ def test_methods_are_compared_by_their_scores(capsys):
     for row in methods.values():
         assert len(row["scores"][0]) == 3
         assert row["accumulated_reward"]["mean"] is not None
+
+
+TINY = [*(pair for pair in PAIRS if not pair.startswith("steps=")), "steps=128"]
+
+
+def run_here(jobs):
+    for job in jobs:
+        with Run(job.folder) as run:
+            execute_run(job.config, run, checkpoint_every=1e9)
+
+
+def test_a_search_ranks_settings_of_agents_by_their_scores(tmp_path):
+    trials = search_settings("control", "ewc", tmp_path, run_here, values=[10.0, 1000.0], **QUICK | {"steps": 128})
+    assert [trial.settings["lam"] for trial in sorted(trials, key=lambda trial: trial.settings["lam"])] == [10, 1000]
+    assert trials[0].valid_accuracy >= trials[1].valid_accuracy
+    assert load_trials(tmp_path, "ewc") == trials
+
+
+@pytest.mark.parametrize(("study", "lines"), [("reinit", 5), ("prox", 3)])
+def test_a_study_of_agents_has_a_line_for_each_form(study, lines, tmp_path):
+    planned = plan_study("control", study, 1, tmp_path, **QUICK | {"steps": 128})
+    run_here([job for line in planned for job in line.jobs])
+    collected = collect_study(planned)
+    assert len(collected) == lines
+    assert all(len(line["curves"]["sparsity"]) == 3 for line in collected if line["method"] == "paper-agscl")
+
+
+@pytest.mark.slow
+def test_settings_are_searched_by_score(capsys):
+    words = ["--method", "ewc", "--jobs", "1", "--name", "s", "--set", *TINY]
+    assert main(["search", "control", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "average score, %" in shown
+    assert "run the best: agscl run control --method ewc --set lam=" in shown
+    with open("runs/s/search.json") as file:
+        found = json.load(file)
+    assert found["seed"] == 1000
+    assert len(found["tried"]) >= 5
+    assert found["tried"][0]["valid_accuracy"] == max(trial["valid_accuracy"] for trial in found["tried"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("study", "lines"), [("reinit", 5), ("prox", 3)])
+def test_studies_of_agents_compare_scores(study, lines, capsys):
+    assert main(["study", study, "control", "--jobs", "1", "--name", "s", "--set", *TINY]) == 0
+    assert "Average score and nodes" in capsys.readouterr().out
+    with open(f"runs/s/{study}.json") as file:
+        assert len(json.load(file)["lines"]) == lines
+
+
+def test_what_makes_no_sense_for_agents_is_refused_with_the_reason(capsys):
+    assert main(["study", "aopc", "control"]) == 2
+    assert "which control does not have" in capsys.readouterr().err
+    assert main(["run", "control", "--method", "joint", "--set", *TINY]) == 2
+    assert "choose a method" in capsys.readouterr().err
+    assert main(["run", "control", "--tasks", "cifar100"]) == 2
+    assert "no sequence of environments is called 'cifar100'" in capsys.readouterr().err
+    assert main(["run", "digits", "--tasks", "atari"]) == 2
+    assert main(["run", "control", "--batch-size", "64"]) == 2
 
 
 def test_play_is_recorded_for_every_task_or_for_one(capsys):

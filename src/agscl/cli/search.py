@@ -49,7 +49,7 @@ def search(
     runs: Runs = Path("runs"),
     checkpoint_every: CheckpointEvery = 5.0,
 ) -> int:
-    """Search a method's best settings on a preset, by validation accuracy.
+    """Search a method's best settings on a preset, by validation accuracy or, for agents, by score.
 
     AGS-CL: λ, then μ, then ρ. Other methods: their main setting.
 
@@ -65,6 +65,7 @@ def search(
     """
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_trials
+    from agscl.experiments.presets import get_preset
     from agscl.experiments.search import make_run_command, search_settings
 
     changes = collect_changes(
@@ -94,7 +95,7 @@ def search(
             device=device,
             **changes,
         )
-    print_trials(trials)
+    print_trials(trials, get_preset(preset).quantity)
     print_line(f"\nstored in {folder / 'search.json'}")
     best = trials[0]
     if best.valid_accuracy is None:

@@ -62,6 +62,7 @@ def study(
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_aopc, print_study
     from agscl.experiments.aopc import measure_perturbations
+    from agscl.experiments.presets import get_preset
     from agscl.experiments.studies import add_finished_runs, collect_study, list_methods, plan_study, store_study
 
     with value_errors_as_usage_errors():
@@ -94,7 +95,7 @@ def study(
         print_aopc({str(job.config.seed): measured[str(job.config.seed)] for job in finished})
         content: dict[str, Any] = {"seeds": measured}
     else:
-        print_study(collect_study(lines))
+        print_study(collect_study(lines), get_preset(preset).quantity)
         content = {"lines": collect_study(add_finished_runs(lines, folder))}
     print_errors(errors)
     print_line(f"\nstored in {store_study(folder, preset, study, content, errors)}")

@@ -181,10 +181,10 @@ def print_comparison(collected: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def print_trials(trials: Sequence[Trial]) -> None:
+def print_trials(trials: Sequence[Trial], quantity: str) -> None:
     """The end of `agscl search`: what was tried, the best first."""
     settings = list(dict.fromkeys(key for trial in trials for key in trial.settings))
-    table = make_table(None, *settings, "average validation accuracy, %")
+    table = make_table(None, *settings, "average score, %" if quantity == "score" else "average validation accuracy, %")
     for trial in trials:
         score = "diverged" if trial.valid_accuracy is None else format_mean(summarize_values(trial.by_seed), 100, 1)
         table.add_row(*[f"{trial.settings[key]:g}" for key in settings], score)
@@ -192,15 +192,17 @@ def print_trials(trials: Sequence[Trial]) -> None:
     console.print(table)
 
 
-def print_study(lines: Sequence[Mapping[str, Any]]) -> None:
+def print_study(lines: Sequence[Mapping[str, Any]], quantity: str) -> None:
     """The end of `agscl study`: metrics, and the shares of free and of unchanged nodes after the last task."""
     if not lines:
         return
     seeds = max(len(line["seeds"]) for line in lines)
-    title = f"Average accuracy and nodes at the end{f', mean ± deviation over {seeds} seeds' if seeds > 1 else ''}"
+    title = f"Average {quantity} and nodes at the end{f', mean ± deviation over {seeds} seeds' if seeds > 1 else ''}"
     has_nodes = any("sparsity" in line["curves"] for line in lines)
     node_columns = ["free, %", "unchanged, %"] if has_nodes else []
-    table = make_table(title, "", "acc., %", "plasticity", "stability", *node_columns)
+    table = make_table(
+        title, "", "score, %" if quantity == "score" else "acc., %", "plasticity", "stability", *node_columns
+    )
     table.padding = (0, 1, 0, 0)
     for line in lines:
         shares = [line["curves"].get(figure, [None])[-1] for figure in ("sparsity", "used_capacity")]

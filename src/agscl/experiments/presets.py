@@ -38,6 +38,11 @@ class Preset:
     seeds: int = 5
     """How many seeds `agscl compare` runs by default."""
 
+    @property
+    def quantity(self) -> str:
+        """What is measured: the score of agents, the accuracy of classifiers."""
+        return "score" if isinstance(self.training, PPOConfig) else "accuracy"
+
 
 LOOP = TrainingConfig(epochs=100, batch_size=256, lr=1e-3, patience=5, factor=3.0, restore_best=True)
 """The paper's training settings for every experiment except CUB-200."""
