@@ -69,3 +69,12 @@ def test_a_task_that_fine_tuning_never_learned_adds_nothing_to_the_accumulated_r
     evaluations = [{"relative": [0.0]}, {"relative": [0.8, -0.2]}, {"relative": [0.8, -0.2, 0.4]}]
     assert metrics.accumulated_rewards(evaluations, reference) == [0.0, 0.0, 0.8]
     assert metrics.find_unlearned(reference) == [0, 1]
+
+
+def test_forward_transfer_is_what_earlier_tasks_add_to_the_mean_score_while_learning():
+    single = [{"task": 0, "relative": [0.2]}, {"task": 0, "relative": [0.4]}]
+    single += [{"task": 1, "relative": [0.4, 0.1]}, {"task": 1, "relative": [0.4, 0.5]}]
+    agent = [{"task": 0, "relative": [0.9]}, {"task": 0, "relative": [0.9]}]
+    agent += [{"task": 1, "relative": [0.0, 0.5]}, {"task": 1, "relative": [0.0, 0.7]}]
+    assert metrics.forward_transfer(agent, single) == pytest.approx(0.6 - 0.3), "the first task has none before it"
+    assert metrics.forward_transfer(agent[:2], single[:2]) is None

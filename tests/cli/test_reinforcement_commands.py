@@ -37,6 +37,7 @@ def test_a_run_is_printed_verified_and_inspected(capsys):
     assert main(["run", "control", "--name", "quick", "--set", *PAIRS]) == 0
     shown = capsys.readouterr().out
     assert "score on each task" in shown
+    assert "dormant nodes, %" in shown
     assert "accumulated reward" in shown
     result = read_result(Path("runs/quick"))
     outcome = result["methods"]["agscl"]
@@ -100,15 +101,20 @@ def test_a_run_of_atari_that_was_killed_goes_on_and_its_certificates_hold(tmp_pa
 
 
 def test_methods_are_compared_by_their_scores(capsys):
-    words = ["--seeds", "1", "--jobs", "1", "--name", "c", "--methods", "agscl,ewc"]
+    words = ["--seeds", "1", "--jobs", "1", "--name", "c", "--methods", "agscl,separate"]
     assert main(["compare", "control", *words, "--set", *PAIRS]) == 0
-    assert "average score, %" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "average score, %" in shown
+    assert "forward transfer, %" in shown
     with open("runs/c/comparison.json") as file:
         methods = json.load(file)["methods"]
-    assert set(methods) == {"finetune", "agscl", "ewc"}
+    assert set(methods) == {"finetune", "agscl", "separate"}
     for row in methods.values():
         assert len(row["scores"][0]) == 3
         assert row["accumulated_reward"]["mean"] is not None
+        assert row["forward_transfer"]["mean"] is not None
+    assert methods["separate"]["forward_transfer"]["mean"] == methods["separate"]["forgetting"]["mean"] == 0
+    assert main(["verify", "c/separate-seed0"]) == 0
 
 
 TINY = [*(pair for pair in PAIRS if not pair.startswith("steps=")), "steps=128"]
@@ -163,7 +169,7 @@ def test_what_makes_no_sense_for_agents_is_refused_with_the_reason(capsys):
     assert main(["study", "aopc", "control"]) == 2
     assert "which control does not have" in capsys.readouterr().err
     assert main(["run", "control", "--method", "joint", "--set", *TINY]) == 2
-    assert "choose a method" in capsys.readouterr().err
+    assert "choose another method" in capsys.readouterr().err
     assert main(["run", "control", "--tasks", "cifar100"]) == 2
     assert "no sequence of environments is called 'cifar100'" in capsys.readouterr().err
     assert main(["run", "digits", "--tasks", "atari"]) == 2
@@ -214,7 +220,7 @@ def test_environments_of_ones_own_are_tasks_and_the_network_reads_them():
 
 def test_bounds_that_need_data_are_refused():
     config = configure("control", method="joint", **QUICK)
-    with pytest.raises(WrongOptions, match="choose a method"):
+    with pytest.raises(WrongOptions, match="choose another method"):
         build_trainer(config, "joint", load_tasks(config))
 
 

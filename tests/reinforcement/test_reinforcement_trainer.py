@@ -132,3 +132,21 @@ def test_an_unchanged_policy_has_the_same_score_in_every_evaluation():
     finish(trainer)
     assert trainer.scores[1][0] == trainer.scores[0][0]
     assert {one["scores"][0] for one in trainer.evaluations if one["task"] == 1} == {trainer.scores[0][0]}
+
+
+def test_each_evaluation_says_which_nodes_are_dormant_and_which_have_no_weights():
+    trainer = make_agent(tasks=make_tasks(1))
+    trainer.advance()
+    trainer.advance()
+    first = trainer.model.trunk.layers[0]
+    with torch.no_grad():
+        first.weight[:3] = 0
+        first.bias[:2] = 0
+        first.bias[2] = -1  # never fires, with a weight left
+        first.bias[3] = 50  # fires whatever it sees
+    [layer, second] = trainer.ppo.measure_layers()
+    assert layer == {"layer": "trunk.layers.0", "nodes": 12, "dormant": layer["dormant"], "zero": 2}
+    assert 3 <= layer["dormant"] < 12
+    assert second["zero"] == 0
+    learn_task(trainer)
+    assert [len(one["layers"]) for one in trainer.evaluations] == [2, 2]

@@ -67,6 +67,22 @@ def accumulated_rewards(
     ]
 
 
+def forward_transfer(evaluations: Sequence[Mapping[str, Any]], single: Sequence[Mapping[str, Any]]) -> float | None:
+    """How much better a task is learned after the ones before it than alone, in reinforcement learning.
+
+    Mean, over all tasks but the first, of the mean score while the task is learned (the area under its curve), less
+    that of an agent of its own (`single`). None if there is only one task.
+    """
+    learned_after, learned_alone = _mean_scores_while_learned(evaluations), _mean_scores_while_learned(single)
+    gains = [after - alone for after, alone in zip(learned_after, learned_alone, strict=True)]
+    return _mean(gains[1:]) if len(gains) > 1 else None
+
+
+def _mean_scores_while_learned(evaluations: Sequence[Mapping[str, Any]]) -> list[float]:
+    tasks = range(1 + max(evaluation["task"] for evaluation in evaluations))
+    return [_mean([one["relative"][task] for one in evaluations if one["task"] == task]) for task in tasks]
+
+
 def find_unlearned(reference: Sequence[Mapping[str, Any]]) -> list[int]:
     """The indices of the tasks on which no evaluation of `reference` is above 0."""
     return [task for task, highest in enumerate(_best_scores(reference)) if highest <= 0]

@@ -58,6 +58,10 @@ def print_run_summary(result: dict[str, Any], folder: Path) -> None:
         console.print(_make_nodes_table(tasks, outcome["statistics"]))
         print_line("frozen: important nodes whose weights did not change in this task")
         print_line("unchanged: all nodes whose weights did not change in this task, free ones too")
+    if any("layers" in one for one in outcome.get("evaluations", ())):
+        console.print()
+        console.print(_make_dormant_table(TITLES[method], tasks, outcome["evaluations"]))
+        print_line("dormant: mean activation at most 0.025 of the layer's; as each task was learned")
     if "capacity" in outcome["statistics"][-1]:
         console.print()
         console.print(_make_capacity_table(outcome["statistics"][-1]["capacity"]))
@@ -135,6 +139,16 @@ def _make_nodes_table(tasks: list[str], statistics: list[dict[str, Any]]) -> Tab
     return table
 
 
+def _make_dormant_table(title: str, tasks: list[str], evaluations: list[dict[str, Any]]) -> Table:
+    last = [[one for one in evaluations if one["task"] == task][-1] for task in range(len(tasks))]
+    columns = tasks if len(tasks) <= 5 else [str(number + 1) for number in range(len(tasks))]
+    table = make_table(f"{title}: dormant nodes, %", "layer", "nodes", *columns)
+    for number, layer in enumerate(last[0]["layers"]):
+        shares = [100 * one["layers"][number]["dormant"] / layer["nodes"] for one in last]
+        table.add_row(_shorten(layer["layer"], 24), str(layer["nodes"]), *[f"{share:.0f}" for share in shares])
+    return table
+
+
 def _make_capacity_table(capacity: Mapping[str, Any]) -> Table:
     left = capacity["tasks_left"]
     fits = "" if left is None else f": room for {left} more task{'' if left == 1 else 's'}"
@@ -179,6 +193,23 @@ def print_comparison(collected: Mapping[str, Any]) -> None:
         )
     console.print()
     console.print(table)
+    if all("accumulated_reward" in row for row in collected.values()):
+        console.print()
+        console.print(_make_rewards_table(collected))
+        if left_out := dict.fromkeys(
+            task for row in collected.values() for some in row["not_accumulated"] for task in some
+        ):
+            print_line(
+                f"not in the accumulated reward of a seed where fine-tuning did not learn it: {', '.join(left_out)}"
+            )
+
+
+def _make_rewards_table(collected: Mapping[str, Any]) -> Table:
+    table = make_table("Agents", "method", "accumulated reward", "forward transfer, %")
+    for name, row in collected.items():
+        reward, transfer = format_mean(row["accumulated_reward"], 1, 2), format_mean(row["forward_transfer"], 100, 1)
+        table.add_row(TITLES[name], reward, transfer)
+    return table
 
 
 def print_trials(trials: Sequence[Trial], quantity: str) -> None:

@@ -70,8 +70,8 @@ def _build_agent(
     config: RunConfig, method_name: str, environments: tuple[EnvironmentTask, ...]
 ) -> ReinforcementTrainer:
     assert isinstance(config.training, PPOConfig)
-    if METHODS[method_name].is_bound:
-        raise WrongOptions(f"{method_name} is a bound for supervised tasks, which agents do not have: choose a method")
+    if method_name == "joint":
+        raise WrongOptions("joint needs the data of all tasks, which agents do not have: choose another method")
     example_input = torch.zeros(2, *environments[0].input_shape)
     model, method = build_model(config, method_name, example_input)
     try:

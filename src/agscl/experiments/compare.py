@@ -83,10 +83,17 @@ def collect_comparison(jobs: Sequence[Job]) -> dict[str, Any]:
 def _collect_rewards(
     outcomes: Sequence[Mapping[str, Any]], seeds: Iterable[int], results: Mapping[tuple[str, int], Any]
 ) -> dict[str, Any]:
-    """Of agents: scores, all evaluations, and the accumulated reward at the end, relative to fine-tuning's best."""
+    """Of agents: scores, all evaluations, the accumulated reward at the end, relative to fine-tuning's best, and the
+    forward transfer, where there are agents that learned a single task each."""
     if not all("evaluations" in outcome for outcome in outcomes):
         return {}
+    seeds = list(seeds)
     references: list[Any] = [results.get((REFERENCE, seed)) for seed in seeds]
+    singles: list[Any] = [results.get(("separate", seed)) for seed in seeds]
+    transfer = [
+        single and metrics.forward_transfer(outcome["evaluations"], single["methods"]["separate"]["evaluations"])
+        for outcome, single in zip(outcomes, singles, strict=True)
+    ]
     accumulated: list[float | None] = []
     left_out: list[list[str]] = []
     for outcome, reference in zip(outcomes, references, strict=True):
@@ -98,6 +105,7 @@ def _collect_rewards(
         "evaluations": [outcome["evaluations"] for outcome in outcomes],
         "accumulated_reward": summarize_values(accumulated),
         "not_accumulated": left_out,
+        "forward_transfer": summarize_values(transfer),
     }
 
 

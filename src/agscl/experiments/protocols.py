@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +81,17 @@ class Separate(MultiHead):
 
     def add_head(self, task: str, outputs: Any) -> nn.Module:
         trunk = self._make_trunk()
+        if isinstance(outputs, Mapping):  # an agent's actor and critic read one trunk
+            parts = {name: nn.Linear(trunk.features, number) for name, number in outputs.items()}
+            return super().add_head(task, {"trunk": trunk, **parts})
         return super().add_head(task, nn.Sequential(trunk, nn.Flatten(), nn.Linear(trunk.features, outputs)))
+
+    def forward(self, x: Any, task: str) -> Any:
+        head = self.heads[task] if task in self.heads else None  # noqa: SIM401
+        if not isinstance(head, nn.ModuleDict):
+            return super().forward(x, task)
+        features = head["trunk"](x).flatten(1)
+        return {name: part(features) for name, part in head.items() if name != "trunk"}
 
 
 def all_heads(model: nn.Module, task: str) -> nn.Module:

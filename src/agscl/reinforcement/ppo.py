@@ -22,6 +22,7 @@ from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method
 from agscl.reinforcement.config import PPOConfig
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
+from agscl.reinforcement.layers import measure_layers
 from agscl.training.engine import WorkRunner
 from agscl.training.seeds import derive_seed
 
@@ -298,7 +299,12 @@ class PPO:
         """The figures of the last update; waits for it."""
         return dict(zip(FIGURES, self.figures.tolist(), strict=True))
 
-    # After learning
+    # What was learned
+
+    def measure_layers(self, samples: int = 1024) -> list[dict[str, Any]]:
+        """What some of the last iteration's observations show of the network's layers; waits for the device."""
+        observations = self.samples.observations.flatten(0, 1)[:samples]
+        return measure_layers(self.model, lambda: self.forward(observations))
 
     def importance_batches(self, size: int = 256) -> list[tuple[Tensor, Tensor]]:
         """The samples of the last iteration: observations, each with the action taken there."""

@@ -80,6 +80,7 @@ class ReinforcementTrainer:
         self.task_index = 0
         self.iteration = 0  # iterations of the task under way that are done
         self.pending: list[float] | None = None  # an evaluation under way: the scores of the first tasks
+        self.layers: list[dict[str, Any]] = []  # what it found in the network's layers
         self.scores: list[list[float]] = []  # [i][j]: on task j after learning task i
         self.evaluations: list[dict[str, Any]] = []  # all of them: task, steps of it, scores, and relative ones
         self.losses: list[list[float]] = []
@@ -154,10 +155,10 @@ class ReinforcementTrainer:
                 **figures,
             }
         )
+        if config.is_evaluated(self.iteration):
+            self.pending, self.layers = [], self.ppo.measure_layers()
         if self.iteration == config.iterations:
             self._end_learning()
-        if config.is_evaluated(self.iteration):
-            self.pending = []
 
     def _end_learning(self) -> None:
         """End the task for the method, on the samples of the last iteration."""
@@ -180,7 +181,15 @@ class ReinforcementTrainer:
         scores, self.pending = self.pending, None
         steps = self.iteration * self.config.samples
         relative = [task.relative_score(score) for task, score in zip(self.tasks, scores, strict=False)]
-        self.evaluations.append({"task": self.task_index, "steps": steps, "scores": scores, "relative": relative})
+        self.evaluations.append(
+            {
+                "task": self.task_index,
+                "steps": steps,
+                "scores": scores,
+                "relative": relative,
+                "layers": self.layers,
+            }
+        )
         self.emit({"event": "evaluation", "name": self.task.name, **self.describe_position(), **self.evaluations[-1]})
         if self.iteration == self.config.iterations:
             self._end_task(scores)
@@ -342,6 +351,7 @@ class ReinforcementTrainer:
             "task": self.task_index,
             "iteration": self.iteration,
             "pending": self.pending,
+            "layers": self.layers,
             "scores": self.scores,
             "accuracies": self.accuracies,
             "evaluations": self.evaluations,
@@ -366,6 +376,7 @@ class ReinforcementTrainer:
         self.model.load_state_dict(state["model"])
         self.model.train()
         self.task_index, self.iteration, self.pending = state["task"], state["iteration"], state["pending"]
+        self.layers = state["layers"]
         self.scores, self.evaluations, self.losses = state["scores"], state["evaluations"], state["losses"]
         self.statistics = state["statistics"]
         self.recent.extend(state["recent"])
