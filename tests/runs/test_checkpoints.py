@@ -124,3 +124,28 @@ def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_is_used(tmp_pat
         second.write_bytes(one)
     assert checkpoints.load()["number"] == 1
     assert set(checkpoints.damaged) == {2}
+
+
+def test_large_tensors_take_less_space_and_come_back_with_every_bit(tmp_path):
+    weights = torch.randn(1024, 512) * 0.02
+    weights[0, :4] = torch.tensor([-0.0, math.inf, math.nan, 1e-42])
+    moments = torch.randn(512, 1024).square().where(torch.rand(512, 1024) > 0.3, 0.0).T
+    state = {"weights": weights, "moments": moments, "small": weights[:3], "counts": torch.arange(2**18)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state)
+    loaded = checkpoints.load()
+    assert hash_state(loaded) == hash_state(state)
+    assert all(
+        loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape for name, tensor in state.items()
+    )
+    assert torch.equal(loaded["weights"].view(torch.int32), weights.view(torch.int32))
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert stored < 0.9 * sum(tensor.nbytes for tensor in state.values())
+    loaded["weights"].add_(1)  # memory of its own
+
+
+def test_a_large_tensor_that_cannot_be_packed_is_stored_as_it_is(tmp_path):
+    noise = torch.randint(-(2**31), 2**31 - 1, (2**19,), dtype=torch.int32).view(torch.float32)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"noise": noise})
+    assert torch.equal(checkpoints.load()["noise"].view(torch.int32), noise.view(torch.int32))

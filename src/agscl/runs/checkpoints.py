@@ -1,8 +1,9 @@
 """Checkpoints: nested state as safetensors files for the tensors and one JSON file for the rest.
 
-Tensors of more than `SHARD_BYTES` in all are split into several files, so that each is small enough to carry. All are
-written under a temporary name, flushed to disk and renamed, the JSON file last: a checkpoint exists once its
-JSON file does. That file holds the checksums of all, so a damaged checkpoint is noticed and the one before it is used.
+Tensors of more than `SHARD_BYTES` in all are split into several files, so that each is small enough to carry, and large
+ones are packed without loss. All are written under a temporary name, flushed to disk and renamed, the JSON file last: a
+checkpoint exists once its JSON file does. That file holds the checksums of all, so a damaged checkpoint is noticed and
+the one before it is used.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ import hashlib
 import json
 import math
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from agscl.system.files import write_atomically
 
-FORMAT, SHARDED_FORMAT = 3, 4
+FORMAT, SHARDED_FORMAT, PACKED_FORMAT = 3, 4, 5
 SHARD_BYTES = 15 * 2**20
 """The most bytes of tensors in one file, unless a single tensor has more."""
+PACKED_BYTES = 2**20
+"""The fewest bytes of a tensor of float32 that is packed."""
 CHECKPOINT_FILE = re.compile(r"(\d+)(?:-\d+)?\.(json|safetensors)(\.tmp)?")
 """The file names of checkpoints. Files with other names are never removed."""
 
 
-DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError)
+DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError, zlib.error)
 """What reading a damaged checkpoint raises."""
 
 
@@ -50,6 +56,7 @@ class Checkpoints:
     def save(self, state: dict[str, Any]) -> Path:
         """Write `state` as the newest checkpoint. On an OSError the earlier checkpoints are untouched."""
         plain, tensors = flatten_state(state)
+        tensors, shapes = pack_tensors(tensors)
         shards = [safetensors.torch.save(shard) for shard in split_tensors(tensors, SHARD_BYTES)]
         checksums = [hashlib.sha256(data).hexdigest() for data in shards]
         body = (
@@ -57,6 +64,8 @@ class Checkpoints:
             if len(shards) == 1
             else {"format": SHARDED_FORMAT, "tensors": checksums, "state": plain}
         )
+        if shapes:
+            body = {"format": PACKED_FORMAT, "tensors": checksums, "packed": shapes, "state": plain}
         content = {"checksum": _compute_checksum(body), **body}
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,11 +107,11 @@ class Checkpoints:
         path = self._json_path(number)
         text = path.read_bytes()
         content = json.loads(text)
-        body = {key: content[key] for key in ("format", "tensors", "state")}
+        body = {key: content[key] for key in ("format", "tensors", "packed", "state") if key in content}
         # The bytes too: two spellings of a number, 1e-5 and 1E-5, have the same checksum.
         if content["checksum"] != _compute_checksum(body) or text != _encode(content):
             raise ValueError(f"checksum mismatch in {path.name}")
-        if body["format"] not in (FORMAT, SHARDED_FORMAT):
+        if body["format"] not in (FORMAT, SHARDED_FORMAT, PACKED_FORMAT):
             raise UnreadableCheckpoint(
                 f"{path} has checkpoint format {body['format']}, written by another version of agscl: use that version"
             )
@@ -113,6 +122,8 @@ class Checkpoints:
             if hashlib.sha256(data).hexdigest() != checksum:
                 raise ValueError(f"checksum mismatch in {shard_path.name}")
             tensors |= safetensors.torch.load(data)
+        for name, shape in body.get("packed", {}).items():
+            tensors[name] = unpack_tensor(tensors[name], shape)
         state: dict[str, Any] = unflatten_state(body["state"], tensors)
         return state
 
@@ -124,6 +135,26 @@ class Checkpoints:
             match = CHECKPOINT_FILE.fullmatch(path.name)
             if match and (match[3] or int(match[1]) not in numbers) and path.is_file():
                 path.unlink(missing_ok=True)
+
+
+def pack_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """The tensors, where it saves space as bytes that `unpack_tensor` makes them of again, and the shapes of those.
+
+    All first bytes of the numbers come first, then all second ones, and so on: signs and exponents repeat themselves.
+    """
+    packed, shapes = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float32 and tensor.nbytes >= PACKED_BYTES:
+            planes = np.ascontiguousarray(tensor.numpy().reshape(-1, 1).view(np.uint8).T)
+            data = zlib.compress(planes.tobytes(), level=1)
+            if len(data) < tensor.nbytes:
+                packed[name], shapes[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8), list(tensor.shape)
+    return packed, shapes
+
+
+def unpack_tensor(packed: Tensor, shape: list[int]) -> Tensor:
+    planes = np.frombuffer(zlib.decompress(packed.numpy().tobytes()), np.uint8).reshape(4, -1)
+    return torch.from_numpy(np.ascontiguousarray(planes.T).view(np.float32).reshape(shape))
 
 
 def split_tensors(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
