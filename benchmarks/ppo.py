@@ -132,6 +132,10 @@ def main() -> None:
         "ours": lambda: make_ours(config, *common),
         "ours, AGS-CL": lambda: make_ours(config, *common, method="agscl"),
     }
+    if arguments.device == "cpu" and not arguments.fast:
+        makers["ours, channels last"] = lambda: make_ours(
+            replace(config, channels_last=True), *common
+        )  # as with --fast
     if arguments.device.startswith("cuda"):
         makers["ours, not captured"] = lambda: make_ours(replace(config, engine="plain"), *common)
     if importlib.util.find_spec("stable_baselines3"):
