@@ -49,7 +49,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "tasks": {"sklearn"},
     "networks": {"safetensors"},
     "fast": {"triton"},
-    "reinforcement": {"ale_py", "gymnasium"},
+    "reinforcement": {"PIL", "ale_py", "gymnasium"},
     "runs": {"safetensors"},
     "cli": {"rich", "tyro"},
 }

@@ -189,12 +189,14 @@ PRESETS: dict[str, Preset] = {
         },
         threads=1,  # a network this small is faster on one core
     ),
-    "atari8": Preset("the paper's: eight Atari games, 10⁷ steps each", "atari", "atari", PPOConfig(), ATARI),
+    "atari8": Preset(
+        "the paper's: eight Atari games, 10⁷ steps each", "atari", "atari", PPOConfig(channels_last=True), ATARI
+    ),
     "atari8-short": Preset(
         about="atari8 with 10⁶ steps per game",
         tasks="atari",
         network="atari",
-        training=PPOConfig(steps=1_000_000),
+        training=PPOConfig(steps=1_000_000, channels_last=True),
         methods=ATARI,
         seeds=2,
     ),
@@ -213,6 +215,7 @@ PRESETS: dict[str, Preset] = {
             evaluations=2,
             evaluation_episodes=4,
             evaluation_limit=250,
+            channels_last=True,
         ),
         methods={**ATARI, "agscl": {"budget": 2}},
         seeds=1,
