@@ -30,7 +30,7 @@ __all__ = [
     "count_kept",
     "count_tasks_left",
     "is_budget",
-    "score_groups",
+    "measure_sizes",
 ]
 
 Budget = int | float
@@ -47,8 +47,8 @@ END_SHARE = 0.75
 """When a task ends before all its prunings, a layer keeps at least this share of the nodes it then has: nothing can
 make up for those that go."""
 WOKEN_SHARE = 0.01
-"""A pruned group counts as woken above this share of the mean score of those that were kept."""
-FIRST_STEP = 32
+"""A pruned group counts as woken above this share of the mean size of those that were kept."""
+FIRST_STEP = 64
 """Where a task's length is not known: the step at which it is first pruned; then at twice as many, and so on."""
 
 
@@ -58,7 +58,7 @@ class NodePruner:
     Without a budget it does nothing.
     """
 
-    saved: ClassVar[tuple[str, ...]] = ("pruned", "gradients", "epoch", "share")
+    saved: ClassVar[tuple[str, ...]] = ("pruned", "saliency", "epoch", "share")
 
     def __init__(self, plan: AGSCLPlan, budget: Budget | None) -> None:
         self.plan = plan
@@ -69,7 +69,7 @@ class NodePruner:
                 candidates = (in_layer.to(free.device) & free).nonzero().flatten()
                 self.layers.append((candidates, count_kept(len(candidates), budget, learned)))
         self.pruned = torch.zeros_like(free)  # (groups,) held at 0 until the task ends
-        self.gradients = torch.zeros_like(free, dtype=torch.int32)  # (groups,) above 0: has had one since last pruned
+        self.saliency = torch.zeros_like(free, dtype=torch.float32)  # (groups,) since the last pruning
         self.epoch = 0
         self.share = 0.0  # of what must go, how much is gone
         self.cut = self.above_budget = 0  # groups pruned when the task ended, and groups left above the budget
@@ -78,7 +78,8 @@ class NodePruner:
 
     def build(self) -> None:
         """Make what steps need, for a task that was resumed too."""
-        self._watched = _find_watched(self.plan.graph, self.pruned.device) if self.layers and self.share < 1 else []
+        parameters = self.plan.graph.incoming_parameters() if self.layers and self.share < 1 else ()
+        self._watched = [(p, groups.to(self.pruned.device)) for _, p, groups in parameters if p.requires_grad]
         self.rows = make_rows(self.plan.graph, self.pruned) if bool(self.pruned.any()) else None
 
     def hold_(self) -> None:
@@ -87,11 +88,20 @@ class NodePruner:
             self.rows.zero_()
 
     def observe_gradients(self) -> None:
-        """Note which groups have a gradient: a ReLU that never fires has none, and its node learns nothing."""
+        """Add |⟨θ, ∂L/∂θ⟩| of each group: to first order, what the loss of this batch would change by without it.
+
+        A ReLU that never fires has no gradient, and its node a saliency of exactly 0.
+        """
+        if not self._watched:
+            return
+        changes = torch.zeros_like(self.saliency)
         for parameter, groups in self._watched:
             if parameter.grad is not None:
-                has_gradient = (parameter.grad.reshape(len(groups), -1) != 0).any(1)
-                self.gradients.index_add_(0, groups, has_gradient.to(self.gradients.dtype))
+                products = (parameter.grad * parameter.detach()).float()
+                for dim in range(products.dim() - 1, 0, -1):
+                    products = products.sum(dim)
+                changes.index_add_(0, groups, products)
+        self.saliency += changes.abs().nan_to_num(0.0, 0.0, 0.0)  # a gradient that overflowed makes no step
 
     def end_step(self) -> None:
         """Prune after a step, if it is time: in a task of few epochs, or of a number that was not told."""
@@ -137,9 +147,9 @@ class NodePruner:
         if self.rows is None:
             return 0
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
-        scores, free = score_groups(self.plan.graph, head), self.plan.method.knowledge.free
-        kept = scores[free & ~self.pruned]
-        return int((scores[self.pruned] > WOKEN_SHARE * kept.mean()).sum())
+        sizes, free = measure_sizes(self.plan.graph, head), self.plan.method.knowledge.free
+        kept = sizes[free & ~self.pruned]
+        return int((sizes[self.pruned] > WOKEN_SHARE * kept.mean()).sum())
 
     def prune_(self, share: float) -> None:
         """Prune groups until this share of what each layer has above its budget is gone."""
@@ -151,30 +161,20 @@ class NodePruner:
     def _keep_(self, counts: Sequence[int]) -> None:
         """Keep so many groups of each layer: set those with the lowest scores to 0, and scale the others up."""
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
-        scores = score_groups(self.plan.graph, head)
-        if bool(self.gradients.any()):
-            scores = scores * (self.gradients > 0)
-            self.gradients.zero_()
-        factors = torch.ones_like(scores)
+        sizes = measure_sizes(self.plan.graph, head)
+        scores = sizes * self.saliency if bool(self.saliency.any()) else sizes
+        sizes = torch.where(scores > 0, sizes, 0.0)
+        self.saliency.zero_()
+        factors = torch.ones_like(sizes)
         for (candidates, _), count in zip(self.layers, counts, strict=True):
             order = torch.where(self.pruned[candidates], -1.0, scores[candidates]).argsort(stable=True)
             gone, kept = candidates[order].tensor_split([len(candidates) - count])
             self.pruned[gone] = True
-            factors[kept] = (scores[candidates].sum() / scores[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
+            factors[kept] = (sizes[candidates].sum() / sizes[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
         _scale_groups_(self.plan.graph, factors)
         self.build()
         self.hold_()
         self.plan.version += 1
-
-
-def _find_watched(graph: NodeGraph, device: torch.device) -> list[tuple[nn.Parameter, Tensor]]:
-    """Parameters whose gradients tell whether a group learns (biases, if it has some), and the group of each row."""
-    watched, covered = [], torch.zeros(graph.size, dtype=torch.bool)
-    for _, parameter, groups in sorted(graph.incoming_parameters(), key=lambda entry: entry[1].dim()):
-        if parameter.requires_grad and not bool(covered[groups].all()):
-            covered[groups] = True
-            watched.append((parameter, groups.to(device)))
-    return watched
 
 
 def _scale_groups_(graph: NodeGraph, factors: Tensor) -> None:
@@ -235,7 +235,7 @@ def check_budget(graph: NodeGraph, budget: Budget | None) -> None:
 
 
 @torch.no_grad()
-def score_groups(graph: NodeGraph, head: nn.Module) -> Tensor:
+def measure_sizes(graph: NodeGraph, head: nn.Module) -> Tensor:
     """(groups,) ‖incoming weights‖ · ‖outgoing weights‖, of which the heads of other tasks are no part.
 
     Where a BatchNorm follows, its scale and shift are taken as the incoming weights: it undoes the scale of others.
