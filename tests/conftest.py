@@ -8,6 +8,8 @@ import torch
 
 torch.set_num_threads(1)
 
+os.environ["AGSCL_REPORT"] = "0"  # a page takes a second to write: only tests of pages want one
+
 # Before anything imports huggingface_hub, which reads these once.
 os.environ["HF_HOME"] = os.path.join(tempfile.gettempdir(), "agscl-tests-without-a-hub-account")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

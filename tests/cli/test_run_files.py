@@ -262,7 +262,7 @@ def test_a_run_stopped_and_resumed_has_the_chain_of_one_never_stopped(stored, tm
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "data.json", "environment.json", "result.json", "certificates/02.json"]
+    "name", ["config.json", "data.json", "environment.json", "result.json", "certificates/02.json", "nodes/02.json"]
 )
 def test_deeply_nested_json_is_a_sentence_with_the_files_name(runs, capsys, name):
     for depth in (10**5, 600):
@@ -276,6 +276,7 @@ def flip_bits(capsys, count: int, seed: int) -> None:
     """Flip one bit at a time in a random file of the run: `verify` notices each."""
     draw = random.Random(seed)
     files = sorted(path for path in RUN.rglob("*") if path.is_file() and path.stat().st_size)
+    assert RUN / "nodes" / "02.json" in files
     for number in range(count):
         path = files[number % len(files)]
         intact = path.read_bytes()

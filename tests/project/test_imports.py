@@ -36,9 +36,10 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"system"},
     "analysis": LIBRARY | {"tasks"},
     "testing": LIBRARY | {"tasks"},
-    "experiments": LIBRARY | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis"},
+    "experiments": LIBRARY | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "agscl"},
+    "report": LIBRARY | {"data", "runs", "analysis", "experiments", "agscl"},
     "cli": LIBRARY
-    | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "experiments", "agscl"},
+    | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "experiments", "report", "agscl"},
     "agscl": LIBRARY,  # the public names, in __init__.py
 }
 
@@ -51,6 +52,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fast": {"triton"},
     "reinforcement": {"PIL", "ale_py", "gymnasium"},
     "runs": {"safetensors"},
+    "report": {"jinja2", "markupsafe", "vl_convert"},
     "cli": {"rich", "tyro"},
 }
 

@@ -26,6 +26,7 @@ from agscl.cli.options import (
     describe,
     parse_settings_of_methods,
 )
+from agscl.cli.report import write_page_at_end
 
 
 def compare(
@@ -100,4 +101,5 @@ def compare(
     print_errors(errors)
     stored = store_comparison(folder, preset, collect_comparison(add_finished_runs(plan, folder)), errors)
     print_line(f"\nstored in {stored}")
+    write_page_at_end(folder)
     return FAILED if errors else DONE

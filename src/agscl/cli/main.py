@@ -1,4 +1,4 @@
-"""The command `agscl`: run, compare, search, study, verify, inspect, play, methods, data.
+"""The command `agscl`: run, compare, search, study, report, watch, verify, inspect, play, methods, data.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by a signal.
 """
@@ -48,6 +48,7 @@ def run_command(arguments: list[str]) -> int:
     from agscl.cli.inspect import inspect
     from agscl.cli.methods import methods
     from agscl.cli.play import play
+    from agscl.cli.report import report, watch
     from agscl.cli.run import fill_in_bare_resume, run
     from agscl.cli.search import search
     from agscl.cli.study import study
@@ -68,6 +69,8 @@ def run_command(arguments: list[str]) -> int:
                     "compare": compare,
                     "search": search,
                     "study": study,
+                    "report": report,
+                    "watch": watch,
                     "verify": verify,
                     "inspect": inspect,
                     "play": play,

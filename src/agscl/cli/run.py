@@ -32,6 +32,7 @@ from agscl.cli.options import (
     describe,
     parse_settings,
 )
+from agscl.cli.report import write_page_at_end
 from agscl.cli.signals import catch_stop_signals
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ def run(
             TensorBoardLog(folder, config.training.epochs).close()
         print_line(f"{folder} is finished already; nothing to do. Its result:")
         print_run_summary(result, folder)
+        if not (folder / "report.html").exists():
+            write_page_at_end(folder)
         return DONE
 
     logs: list[TensorBoardLog] = []
@@ -170,6 +173,7 @@ def run(
             for log in logs:
                 log.close()
     print_run_summary(result, folder)
+    write_page_at_end(folder)
     return DONE
 
 

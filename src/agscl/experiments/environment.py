@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from agscl import __version__
 from agscl.runs import Run, RunError
 from agscl.runs.folder import read_checked_json
 
@@ -20,6 +25,8 @@ def record_environment(run: Run, threads: int | None) -> dict[str, Any]:
         if threads is not None:
             torch.set_num_threads(threads)
         environment: dict[str, Any] = {
+            "agscl": __version__,
+            "commit": find_commit(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": platform.machine(),
@@ -32,6 +39,25 @@ def record_environment(run: Run, threads: int | None) -> dict[str, Any]:
     except (KeyError, TypeError, RuntimeError) as error:
         raise RunError(f"{path} does not say how many threads the run uses: remove it") from error
     return environment
+
+
+@functools.cache
+def find_commit() -> str | None:
+    """The commit of the source this runs from, or AGSCL_COMMIT; None for an installed package."""
+    home = Path(__file__).parents[3]
+    if (named := os.environ.get("AGSCL_COMMIT")) or not (home / ".git").exists():
+        return named
+
+    def ask_git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(home), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        changed = ask_git("status", "--porcelain", "--untracked-files=no", "--", "src")
+        return ask_git("rev-parse", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @contextmanager

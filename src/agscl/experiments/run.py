@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from agscl.analysis import metrics
+from agscl.analysis.node_record import make_node_record
 from agscl.certificate import Certificate, ProbeOutputs
 from agscl.experiments.build import AnySequence, AnyTrainer, build_trainer, load_tasks
 from agscl.experiments.config import RunConfig
@@ -155,6 +156,7 @@ def _train_method(
                 tasks_learned = trainer.task_index
                 if certify:
                     path = _store_certificate(trainer, run, tasks_learned)
+                    _store_node_record(trainer, run, tasks_learned)
                     entry = _make_chain_entry(config, state, trainer, path, tasks_learned)
                     state["chain"] = [*state["chain"][: tasks_learned - 1], entry]
                 if not trainer.done:
@@ -220,6 +222,16 @@ def _store_certificate(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Pat
     return path
 
 
+def _store_node_record(trainer: AnyTrainer, run: Run, tasks_learned: int) -> None:
+    """Store what the report shows of every node, beside the certificate. Training does not read it."""
+    record = make_node_record(trainer.method)
+    if record is not None:
+        path = node_record_path(run.folder, tasks_learned)
+        with run.explain_write_errors():
+            path.parent.mkdir(exist_ok=True)
+        run.write_json(str(path.relative_to(run.folder)), record)
+
+
 # The chain of certificates -------------------------------------------------------------------------------------------
 
 
@@ -268,3 +280,7 @@ def load_certificate(path: Path) -> Certificate:
 
 def certificate_path(folder: Path, tasks_learned: int) -> Path:
     return folder / "certificates" / f"{tasks_learned:02d}.json"
+
+
+def node_record_path(folder: Path, tasks_learned: int) -> Path:
+    return folder / "nodes" / f"{tasks_learned:02d}.json"

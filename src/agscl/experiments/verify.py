@@ -189,6 +189,11 @@ def _check_other_files(folder: Path, run: Run, state: Mapping[str, Any]) -> Iter
                 yield f"{folder}/environment.json is not that of result.json"
         except RunError:  # said already
             pass
+    for path in sorted((folder / "nodes").glob("*.json")):  # runs of older versions have none
+        try:
+            read_checked_json(path)
+        except RunError as error:
+            yield str(error)
     log = folder / "events.jsonl"
     if not log.is_file():
         yield f"{log} is missing"

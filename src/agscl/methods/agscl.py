@@ -276,6 +276,7 @@ class AGSCL(NodeMethod):
         knowledge.first_task = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
         knowledge.generator.manual_seed(self.config.seed)
         knowledge.digests = GroupDigests(self.graph)
+        self.reinitialised: Tensor | None = None  # (groups,) those that got fresh weights in the last end_task
         if self.config.reinit_from == "start":
             knowledge.initial_weights = [p.detach().clone() for _, p, _ in self.graph.incoming_parameters()]
         self._frozen_norms = StatisticsFreezer(self.graph.frozen_norms)
@@ -321,6 +322,7 @@ class AGSCL(NodeMethod):
         needed = new.cpu() if self.config.rand_init == "needed" else None
         chosen = choose_groups(self.graph, knowledge.free.cpu(), self.config.rho, generator, needed)
         reinitialise_(self.graph, chosen, generator, plan.optimizers, knowledge.initial_weights)
+        self.reinitialised = chosen
 
     # What it reports -------------------------------------------------------------------------------------------------
 

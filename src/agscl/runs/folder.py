@@ -31,6 +31,7 @@ class Run:
     events.jsonl    what happened, epoch by epoch
     checkpoints/    the newest two
     certificates/   one per task
+    nodes/          one per task: importances of nodes, for the report
     result.json     written last: it exists once the run is finished
 
     The JSON files hold a checksum of their content, which is compared whenever they are read.

@@ -1,0 +1,109 @@
+// Turns the page's pictures into charts that answer, switches the theme, and reloads while a run goes on.
+(function () {
+  "use strict";
+  const root = document.documentElement;
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const wanted = window.matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : wanted.matches);
+  const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+
+  // The same as make_config in vega.py, with the theme's ink.
+  function makeConfig() {
+    const ink = color("--ink");
+    return {
+      background: null,
+      font: getComputedStyle(document.body).fontFamily,
+      view: { stroke: null },
+      axis: {
+        labelColor: ink, titleColor: ink, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal",
+        titlePadding: 8, domainColor: ink, domainOpacity: 0.35, tickColor: ink, tickOpacity: 0.35,
+        gridColor: ink, gridOpacity: 0.1, labelLimit: 150,
+      },
+      legend: { labelColor: ink, titleColor: ink, labelFontSize: 12, titleFontWeight: "normal", labelLimit: 240, symbolStrokeWidth: 2.5 },
+      text: { color: ink, fontSize: 12 },
+      header: { labelColor: ink, titleColor: ink },
+      title: { color: ink, fontSize: 13, fontWeight: 600, anchor: "start" },
+    };
+  }
+
+  const drawn = new Map();
+  async function drawChart(place) {
+    const spec = data.charts[place.dataset.chart];
+    if (!spec || !window.vegaEmbed || !place.clientWidth) return;
+    const fitted = JSON.parse(JSON.stringify(spec));
+    if (place.clientWidth < 460) narrowLegends(fitted);
+    const box = document.createElement("div");
+    box.style.width = "100%";
+    const height = place.clientHeight;
+    place.style.minHeight = height + "px";
+    place.replaceChildren(box);
+    const options = { actions: false, renderer: "svg", config: makeConfig(), tooltip: { theme: isDark() ? "dark" : "light" } };
+    const before = drawn.get(place);
+    if (before) before.finalize();
+    drawn.set(place, await window.vegaEmbed(box, fitted, options));
+    place.dataset.drawn = "yes";
+    place.style.minHeight = "";
+  }
+
+  function narrowLegends(value) {
+    if (!value || typeof value !== "object") return;
+    if (value.legend && value.legend.columns) value.legend.columns = 2;
+    if (value.axis && value.axis.labelLimit) value.axis.labelLimit = 90;
+    Object.entries(value).forEach(([key, one]) => { if (key !== "data") narrowLegends(one); });
+  }
+
+  // A chart is drawn when it is about to be seen, so that the page opens at once.
+  const waiting = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (entry.isIntersecting) {
+        waiting.unobserve(entry.target);
+        drawChart(entry.target);
+      }
+    }
+  }, { rootMargin: "200px" });
+  document.querySelectorAll(".chart").forEach((place) => waiting.observe(place));
+
+  const map = data.nodes ? window.startNodeMap(data.nodes, color) : null;
+
+  const button = document.getElementById("theme");
+  function showTheme() {
+    document.getElementById("theme-name").textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", isDark() ? "Switch to the light theme" : "Switch to the dark theme");
+    button.setAttribute("aria-pressed", String(isDark()));
+    drawn.forEach((view, place) => drawChart(place));
+    if (map) map.redraw();
+  }
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    try { localStorage.setItem("agscl-theme", root.dataset.theme); } catch (error) { /* a page from a file may not */ }
+    showTheme();
+  });
+  try { root.dataset.theme = localStorage.getItem("agscl-theme") || ""; } catch (error) { /* as above */ }
+  if (!root.dataset.theme) delete root.dataset.theme;
+  wanted.addEventListener("change", showTheme);
+  showTheme();
+
+  let width = window.innerWidth;
+  let timer = 0;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    clearTimeout(timer);
+    timer = setTimeout(() => { drawn.forEach((view, place) => drawChart(place)); if (map) map.resize(); }, 150);
+  });
+  window.addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));
+
+  // While a run is watched, its server says when there is more to see.
+  if (root.dataset.refresh) {
+    let seen = null;
+    setInterval(async () => {
+      try {
+        const version = await (await fetch("/version")).text();
+        if (seen !== null && version !== seen) location.reload();
+        seen = version;
+      } catch (error) { /* the server has ended: the page stays as it is */ }
+    }, 2000);
+  }
+  window.agsclReady = true;
+})();

@@ -1,0 +1,227 @@
+"""The verdict in a sentence, and the headline figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agscl.experiments.methods import REFERENCE
+from agscl.report.charts import format_score
+from agscl.report.read import Line, Report, RunData, get_title, measure
+
+
+@dataclass(frozen=True)
+class Verdict:
+    tone: str
+    """good, plain, wait or bad: a word and a colour on the page."""
+    badge: str
+    sentence: str
+    details: list[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    label: str
+    value: str
+    note: str
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def spread(summary: dict[str, float | None], scale: float = 100, digits: int = 1, unit: str = " %") -> str:
+    mean, deviation = summary["mean"], summary["deviation"]
+    if mean is None:
+        return "–"
+    wide = "" if deviation is None else f" ± {scale * deviation:.{digits}f}"
+    return f"{scale * mean:.{digits}f}{wide}{unit}"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def format_bytes(number: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+def judge(report: Report) -> Verdict:
+    """What the page says first."""
+    if report.kind == "run" and report.detail is not None:
+        return _judge_run(report, report.detail)
+    return _judge_comparison(report)
+
+
+def _judge_run(report: Report, run: RunData) -> Verdict:
+    title, outcome = get_title(run.method), run.outcome
+    learned = len(outcome.accuracies) if outcome else 0
+    if outcome is None or not learned:
+        state = "nothing has been measured yet" if not run.outcomes else f"{title} has not ended a task yet"
+        return Verdict("wait", "not finished", f"This run is under way: {state}.", [])
+    quantity = "score" if report.is_score else "accuracy"
+    average, forgetting = measure(outcome, "average_accuracy"), measure(outcome, "forgetting") or 0.0
+    tasks = count(learned, "task")
+    start = (
+        f"{title} learned {tasks}"
+        if run.finished
+        else f"So far, {title} has learned {learned} of {len(run.tasks)} tasks"
+    )
+    if report.is_score:
+        start += f" to an average relative score of {percent(average)}"
+    else:
+        start += f" to an average accuracy of {percent(average)}"
+    if learned == 1:
+        sentence = f"{start}."
+    elif forgetting <= 0:
+        sentence = f"{start}, and forgot nothing."
+    elif forgetting < 0.0005:
+        sentence = f"{start}, and forgot almost nothing ({100 * forgetting:.2g} %)."
+    else:
+        sentence = f"{start}, and forgot {percent(forgetting)} of {quantity} on the way."
+    details, proven = _describe_proof(run)
+    reference = run.outcomes.get(REFERENCE)
+    if reference is not outcome and reference and len(reference.accuracies) == learned > 1:
+        details.append(
+            f"Fine-tuning, trained in the same way, ended at {percent(measure(reference, 'average_accuracy'))} and "
+            f"forgot {percent(measure(reference, 'forgetting'))}."
+        )
+    if run.verification is not None and not run.verification["ok"]:
+        return Verdict("bad", "check failed", sentence, details)
+    if not run.finished:
+        return Verdict("wait", "not finished", sentence, details)
+    if proven:
+        return Verdict("good", "proven", sentence, details)
+    return Verdict("plain", "measured", sentence, details)
+
+
+def _describe_proof(run: RunData) -> tuple[list[str], bool]:
+    """What the certificates say, in sentences, and whether it is a guarantee."""
+    if not run.certificates:
+        return ["There is no certificate, so nothing is proven: these are measurements."], False
+    last, sentences = run.certificates[-1], []
+    before = len(last.held) + len(last.moved)
+    guaranteed = last.kind == "guaranteed" and not last.moved and not last.warnings
+    if not last.layout.size:
+        sentences.append(f"{get_title(run.method)} certifies the heads of old tasks only; what they read may change.")
+    elif guaranteed:
+        sentences.append(
+            f"All {before:,} nodes that were important before the last task kept every bit, and no later task can "
+            "change what old heads compute: this is guaranteed, not measured."
+            if before
+            else "Every important node is frozen for good from here on."
+        )
+    else:
+        moved = len(dict.fromkeys(node for certificate in run.certificates for node in certificate.moved))
+        sentences.append(
+            f"In the last task {len(last.held):,} of {before:,} important nodes kept every bit; over all tasks "
+            f"{moved:,} moved at least once. Later tasks may change old outputs."
+        )
+    sentences += [f"Not guaranteed: {warning}." for warning in last.warnings]
+    if run.verification is not None:
+        line = run.verification["line"].removeprefix("OK: ")
+        sentences.append(f"The stored weights were checked when this page was written: {line.rstrip('.')}.")
+    return sentences, guaranteed and (run.verification or {"ok": True})["ok"]
+
+
+def _judge_comparison(report: Report) -> Verdict:
+    ranked = report.ranked
+    if not ranked:
+        words = "These are studies of AGS-CL's parts." if report.studies else "No run here has ended a task yet."
+        return Verdict("plain" if report.studies else "wait", "study" if report.studies else "not finished", words, [])
+    best = ranked[0]
+    seeds = max(len(line.complete) for line in ranked)
+    quantity = "relative score" if report.is_score else "accuracy"
+    over = f" over {count(seeds, 'seed')}" if seeds > 1 else ""
+    sentence = (
+        f"Of {count(len(ranked), 'method')}, {best.label} has the highest average {quantity}{over}: "
+        f"{spread(best.summarize('average_accuracy'))}, and forgot {spread(best.summarize('forgetting'))}."
+        if len(ranked) > 1
+        else f"{best.label} reached an average {quantity} of {spread(best.summarize('average_accuracy'))}{over}, and "
+        f"forgot {spread(best.summarize('forgetting'))}."
+    )
+    details = []
+    if len(ranked) > 1:
+        second = ranked[1]
+        ours, theirs = best.summarize("average_accuracy"), second.summarize("average_accuracy")
+        wide = max(ours["deviation"] or 0.0, theirs["deviation"] or 0.0)
+        close = wide and (ours["mean"] or 0) - (theirs["mean"] or 0) < wide
+        details.append(
+            f"{second.label} follows with {spread(theirs)}"
+            + (": within one standard deviation, so the order of these two may be chance." if close else ".")
+        )
+    without = [line.label for line in ranked if (line.summarize("forgetting")["mean"] or 0.0) <= 0]
+    if without:
+        details.append(f"Without any forgetting: {', '.join(without)}.")
+    reference = next((line for line in ranked if line.method == REFERENCE), None)
+    if reference and reference is not best:
+        details.append(
+            f"Fine-tuning ended at {spread(reference.summarize('average_accuracy'))} and forgot "
+            f"{spread(reference.summarize('forgetting'))}."
+        )
+    return Verdict("plain", "measured", sentence, details)
+
+
+def list_figures(report: Report) -> list[Figure]:
+    """The headline figures of the line that the page is about."""
+    line = report.main_line
+    if line is None or not line.complete:
+        return []
+    outcome = line.complete[0]
+    figures = [
+        Figure(
+            "average score" if report.is_score else "average accuracy",
+            spread(line.summarize("average_accuracy")),
+            f"over {count(len(outcome.accuracies), 'task')} at the end",
+        ),
+        Figure("forgotten", spread(line.summarize("forgetting")), "lost since each task's best"),
+        Figure("stability", spread(line.summarize("stability"), 1, 3, ""), "at the end ÷ best; 1 is no loss"),
+    ]
+    plasticity = line.summarize("plasticity")
+    if plasticity["mean"] is not None and line.method != REFERENCE:
+        figures.append(Figure("plasticity", spread(plasticity, 1, 3, ""), "just learned ÷ fine-tuning's"))
+    reward = line.summarize("accumulated_reward")
+    if reward["mean"] is not None:
+        figures.append(Figure("accumulated reward", spread(reward, 1, 2, ""), "sum over tasks ÷ fine-tuning's best"))
+    figures += _list_node_figures(line) if report.kind == "run" else []
+    if memory := outcome.memory.get("bytes"):
+        figures.append(Figure("memory", format_bytes(memory), "kept between tasks"))
+    seconds = [one.seconds for one in line.outcomes if one.seconds is not None]
+    if seconds:
+        mean = sum(seconds) / len(seconds)
+        figures.append(
+            Figure("time", format_seconds(mean), "of training" + ("" if len(seconds) == 1 else " for a seed"))
+        )
+    return figures
+
+
+def _list_node_figures(line: Line) -> list[Figure]:
+    last = (line.outcomes[0].statistics or [{}])[-1]
+    figures = []
+    if "free" in last and last.get("nodes"):
+        figures.append(
+            Figure(
+                "free nodes", f"{last['free']:,}", f"of {last['nodes']:,} ({percent(last['free'] / last['nodes'], 0)})"
+            )
+        )
+        if last.get("important_before"):
+            figures.append(
+                Figure("frozen", f"{last.get('frozen', 0):,}", f"of {last['important_before']:,} important before")
+            )
+    left = (last.get("capacity") or {}).get("tasks_left")
+    if left is not None:
+        figures.append(Figure("more tasks that fit", f"{left:,}", "with free nodes in every layer"))
+    return figures
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+__all__ = ["Figure", "Verdict", "count", "format_bytes", "format_score", "judge", "list_figures", "percent", "spread"]

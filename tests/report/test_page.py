@@ -1,0 +1,318 @@
+"""The page of a run: what it says, what it holds, and what it does with odd input."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+
+import pytest
+
+from agscl.certificate import Certificate
+from agscl.cli.main import main
+from agscl.experiments.run import certificate_path
+from agscl.report import NothingToShow, make_page, read_report, vega
+from agscl.report.page import MAX_BYTES, encode_data
+from agscl.report.read import add_provenance
+from agscl.report.tables import list_rows
+from agscl.report.words import judge
+from agscl.runs.folder import read_result
+from report.small_runs import write_comparison, write_large_run
+from run_files import edit_json
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Pages without pictures, which take most of the time to write."""
+    monkeypatch.setattr(vega, "make_svg", lambda *_, **__: '<svg width="1" height="1"></svg>')
+
+
+def read_text(page: str) -> str:
+    """The words of a page, without its scripts and tags."""
+    page = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
+
+
+def read_data(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_page_of_a_run_has_all_parts_in_their_order_and_no_network(digits):
+    report = read_report([digits])
+    add_provenance(report, [digits])
+    page = make_page(report)
+    names = ("verdict", "matrix", "average", "nodes", "moved", "capacity", "memory", "curves", "provenance")
+    found = [page.index(f'<section id="{name}"') for name in names]
+    assert found == sorted(found)
+    assert len(page.encode()) < 2_000_000
+    markup = re.sub(r"<script\b.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=\"(?!#|data:)", markup)
+    assert "default-src 'none'" in page
+    text = read_text(page)
+    assert "proven AGS-CL learned 5 tasks" in text
+    assert "agscl run digits --method agscl --seed 0 --set epochs=3 batch_size=64" in text
+    assert read_result(digits)["digest"] in text
+
+
+def test_pictures_and_tables_stand_in_the_page_without_javascript(digits):
+    page = make_page(read_report([digits]))
+    for name in ("matrix-1", "average", "moved", "capacity", "forecast", "memory", "losses"):
+        chart = page.split(f'data-chart="{name}"')[1].split("</figure>")[0]
+        assert "<svg" in chart, name
+    assert page.count("<table>") >= 8
+    assert '<figure id="node-picture" class="static"><svg' in page
+
+
+def test_the_numbers_of_the_page_are_those_of_the_result(digits):
+    result = read_result(digits)["methods"]
+    rows = list_rows(read_report([digits]))
+    for method, title in (("agscl", "AGS-CL"), ("finetune", "fine-tuning")):
+        stored = [value for row in result[method]["accuracies"] for value in row]
+        assert [row["accuracy"] for row in rows["accuracies"] if row["method"] == title] == stored
+        (metrics,) = [row for row in rows["metrics"] if row["method"] == title]
+        for name in ("average_accuracy", "forgetting", "stability", "plasticity"):
+            assert metrics[name] == pytest.approx(result[method][name])
+    certificates = [Certificate.load(certificate_path(digits, number)) for number in range(1, 6)]
+    assert [row["moved"] for row in rows["moved"]] == [len(one.moved) for one in certificates]
+    assert [row["kept"] for row in rows["moved"]] == [len(one.held) for one in certificates]
+    since = [row["important_since"] for row in rows["nodes"]]
+    assert since.count("") == result["agscl"]["statistics"][-1]["free"]
+
+
+def test_the_node_map_holds_the_importance_of_every_node_after_every_task(digits):
+    from agscl.runs import Run
+
+    history = read_report([digits]).detail.nodes
+    omega = Run(digits).load_checkpoint()["trainer"]["method"]["knowledge"]["omega"]
+    assert history.importance.shape == (5, len(omega))
+    assert history.importance[-1].tolist() == omega.tolist()
+    for task, importance in enumerate(history.importance):
+        assert ((importance > 0) == (history.first <= task)).all()
+    nodes = read_data(make_page(read_report([digits])))["nodes"]
+    assert [layer["size"] for layer in nodes["layers"]] == [50, 50, 50]
+    assert [layer["reads"] for layer in nodes["layers"]] == [[], [0], [1]]
+    assert all(nodes["fresh"])
+
+
+def test_a_task_called_script_is_text_everywhere(tmp_path, without_pictures):
+    names = [SCRIPT, "</script><b>bold</b>", "a & b \"quoted\" 'single'", "{{ 7 * 7 }}", "\u2028 line"]
+    folder = write_large_run(tmp_path / f"run {SCRIPT.replace('/', '')}", {"fc": 20}, 5, names=names)
+    report = read_report([folder])
+    add_provenance(report, [folder])
+    page = make_page(report)
+    assert SCRIPT not in page
+    assert "<b>bold" not in page
+    assert "</script><b>" not in page
+    assert "{{ 7 * 7 }}" in html.unescape(page)
+    assert read_data(page)["nodes"]["tasks"] == names
+
+
+def test_data_within_a_script_element_cannot_end_it():
+    text = encode_data({"name": "</script><!--<script>", "line": "\u2028"})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text)["name"] == "</script><!--<script>"
+
+
+def test_nodes_that_moved_are_counted_by_the_task_that_took_them(tmp_path, without_pictures):
+    folder = write_large_run(tmp_path / "run", {"conv": 30, "fc": 100}, 6, moves=True)
+    report = read_report([folder])
+    assert judge(report).tone == "plain"
+    text = read_text(make_page(report))
+    moved = sum(len(one.moved) for one in report.detail.certificates)
+    assert moved
+    assert "Orange cells moved" in text
+    assert "moved at least once" in text
+
+
+def test_the_largest_page_stays_below_the_limit(tmp_path, without_pictures):
+    folder = write_large_run(tmp_path / "run", {"wide": 40_000}, 3)
+    (folder / "play").mkdir()
+    (folder / "play" / "pong.gif").write_bytes(b"GIF89a" + bytes(4_000_000))
+    page = make_page(read_report([folder]))
+    assert len(page.encode()) <= MAX_BYTES
+
+
+# What is not as it should be ------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_run_says_how_far_it_is(run, without_pictures):
+    log = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "result.json").unlink()
+    (run / "events.jsonl").write_bytes(b"".join(log[:-9]))
+    report = read_report([run])
+    text = read_text(make_page(report))
+    assert judge(report).tone == "wait"
+    assert "not finished" in text
+    assert "This run is not finished: task" in text
+    assert "So far, AGS-CL has learned 3 of 5 tasks" in text
+
+
+def test_a_run_that_has_only_started_gives_a_page_that_says_so(run, without_pictures):
+    for path in ("result.json", "events.jsonl"):
+        (run / path).unlink()
+    for path in [*(run / "certificates").iterdir(), *(run / "nodes").iterdir()]:
+        path.unlink()
+    text = read_text(make_page(read_report([run])))
+    assert "This run is under way: nothing has been measured yet." in text
+    assert "has not logged anything yet" in text
+
+
+def test_a_log_that_is_cut_short_is_read_up_to_there(run, without_pictures):
+    log = (run / "events.jsonl").read_bytes()
+    (run / "events.jsonl").write_bytes(log[: len(log) * 2 // 3] + b"\xff\xfe{")
+    report = read_report([run])
+    assert any("cut short" in problem for problem in report.problems)
+    make_page(report)
+    (run / "events.jsonl").write_bytes(log.replace(b'"epoch"', b'"epo', 3))
+    assert any("lines of events.jsonl are damaged" in problem for problem in read_report([run]).problems)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "data.json", "environment.json", "events.jsonl", "result.json", "certificates/01.json",
+             "certificates/03.json", "nodes/02.json", "checkpoints/000010.json"]
+)  # fmt: skip
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "list", "nested"])
+def test_whatever_file_is_damaged_there_is_a_page_that_is_not_blank(run, without_pictures, name, damage):
+    path = run / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        depth = 3000
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "list": b"[]", "nested": b"[" * depth + b"]" * depth}[
+                damage
+            ]
+        )
+    report = read_report([run])
+    add_provenance(report, [run])
+    text = read_text(make_page(report))
+    assert "AGS-CL" in text
+    if name.startswith(("result", "certificates", "nodes/")) and damage != "missing":
+        assert report.problems
+
+
+def test_a_result_that_was_edited_is_shown_with_a_warning(run, without_pictures):
+    text = (run / "result.json").read_text()
+    (run / "result.json").write_text(text.replace('"forgetting": 0', '"forgetting": 1', 1))
+    report = read_report([run])
+    add_provenance(report, [run])
+    assert any("does not match its checksum" in problem for problem in report.problems)
+    assert judge(report).tone == "bad"
+
+
+def test_weights_that_are_not_the_certified_ones_are_said_first(run):
+    def change(result):
+        result["methods"]["agscl"]["weights_sha256"] = "0" * 64
+
+    edit_json(run / "result.json", change)
+    report = read_report([run])
+    add_provenance(report, [run])
+    verdict = judge(report)
+    assert (verdict.tone, verdict.badge) == ("bad", "check failed")
+
+
+def test_a_run_of_an_older_version_without_node_records_says_what_is_missing(run, without_pictures):
+    for path in (run / "nodes").iterdir():
+        path.unlink()
+    (run / "nodes").rmdir()
+    report = read_report([run])
+    assert any("importance of nodes was not recorded for 5 of 5 tasks" in problem for problem in report.problems)
+    assert read_data(make_page(report))["nodes"]["importance"] is None
+
+
+def test_odd_values_in_a_result_are_no_reason_to_fail(run, without_pictures):
+    def change(result):
+        result["methods"]["agscl"]["accuracies"] = "none"
+        result["methods"]["finetune"] = {"accuracies": [[1.0], [0.5, float("nan")]]}
+        result["tasks"] = {"a": 1}
+
+    result = json.loads((run / "result.json").read_text())
+    change(result)
+    (run / "result.json").write_text(json.dumps(result))
+    assert "AGS-CL" in read_text(make_page(read_report([run])))
+
+
+@pytest.mark.parametrize("name", ["nothing-there", "empty", "notes.json"])
+def test_where_there_is_nothing_to_show_the_command_says_so(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.json").write_text('{"a": 1}')
+    assert main(["report", name]) == 2
+    message = capsys.readouterr().err
+    assert name in message
+    assert "Traceback" not in message
+    with pytest.raises(NothingToShow):
+        read_report([tmp_path / name])
+
+
+# Several runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_shows_methods_over_seeds_with_bands(tmp_path, without_pictures):
+    folder = write_comparison(tmp_path / "compared", ["agscl", "ewc", "finetune"], 3, tasks=4)
+    report = read_report([folder])
+    assert {line.label: line.seeds for line in report.lines} == {
+        title: [0, 1, 2] for title in ("AGS-CL", "EWC", "fine-tuning")
+    }
+    verdict = judge(report)
+    assert "Of 3 methods, AGS-CL has the highest average accuracy over 3 seeds" in verdict.sentence
+    data = read_data(make_page(report))
+    values = data["charts"]["average"]["data"]["values"]
+    assert all(row["low"] < row["mean"] < row["high"] for row in values)
+    assert {row["seeds"] for row in values} == {3}
+
+
+def test_several_runs_are_compared_on_one_page(digits, tmp_path, without_pictures):
+    other = write_large_run(tmp_path / "made-up", {"fc": 30}, 5)
+    report = read_report([digits, other])
+    assert report.kind == "runs"
+    assert any("fine-tuning" in line.label for line in report.lines)
+    make_page(report)
+
+
+def test_the_command_writes_the_page_figures_and_numbers(digits, tmp_path, capsys):
+    words = ["report", str(digits), "--out", str(tmp_path / "a" / "page.html")]
+    assert main([*words, "--figures", str(tmp_path / "figures"), "--csv", str(tmp_path / "csv")]) == 0
+    assert (tmp_path / "a" / "page.html").stat().st_size > 500_000
+    assert "page.html (1." in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"average.svg", "average.png", "matrix-1.svg", "nodes.svg", "nodes.png", "moved.png"} <= names
+    assert (tmp_path / "figures" / "nodes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "csv" / "accuracies.csv").read_text().startswith("method,seed,after,task,name,accuracy\n")
+
+
+def test_names_in_csv_files_are_no_formulas(tmp_path):
+    from agscl.report.tables import write_tables
+
+    folder = write_large_run(tmp_path / "run", {"fc": 20}, 2, names=["=1+1", "@x"])
+    write_tables(read_report([folder]), tmp_path / "csv")
+    text = (tmp_path / "csv" / "accuracies.csv").read_text()
+    assert ",'=1+1," in text
+    assert ",=1+1," not in text
+
+
+def test_a_run_ends_with_the_path_of_its_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AGSCL_REPORT", "1")
+    monkeypatch.chdir(tmp_path)
+    words = ["run", "--epochs", "1", "--batch-size", "256", "--name", "short"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.rstrip().endswith("page         runs/short/report.html")
+    assert (tmp_path / "runs" / "short" / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(digits, tmp_path, monkeypatch, capsys):
+    from agscl.cli.report import write_page_at_end
+
+    def fail(*_):
+        raise RuntimeError("out of ink")
+
+    monkeypatch.setenv("AGSCL_REPORT", "1")
+    monkeypatch.setattr("agscl.report.read.read_report", fail)
+    write_page_at_end(digits)
+    assert "page         not written: out of ink" in capsys.readouterr().out
+    monkeypatch.setattr("agscl.report.vega.is_available", lambda: False)
+    write_page_at_end(digits)
+    assert "pip install 'agscl[report]'" in capsys.readouterr().out
