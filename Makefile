@@ -39,8 +39,9 @@ bench: $(READY)  ## what each method adds to a training step, and what its impor
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/methods.py
 
-docs: $(READY)  ## the tables and figures of README and docs/, made from results/
+docs: $(READY)  ## the tables and figures of README and docs/, made from results/; one page of each kind in docs/pages/
 	$(BIN)/python docs/make_docs.py
+	$(BIN)/python docs/make_pages.py
 
 clean:  ## remove the environment, dist/ and caches, never runs/
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

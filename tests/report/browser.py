@@ -54,6 +54,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Performance.enable", timeDomain="threadTicks")  # of the processor, whatever else the machine does
         if not scripts:
             self.call("Emulation.setScriptExecutionDisabled", value=True)
         if dark:
@@ -134,6 +135,11 @@ class Browser:
                 raise TimeoutError("the page did not load")
             self._note(self._receive())
         return float(self.run("performance.now()"))
+
+    def measure_work(self) -> float:
+        """Milliseconds of the processor that the page's main thread has used for this page so far."""
+        metrics = self.call("Performance.getMetrics")["metrics"]
+        return 1000 * next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
 
     def run(self, expression: str) -> Any:
         """The value of an expression; a promise is waited for."""

@@ -1,14 +1,10 @@
-"""Runs that several tests read, and a cache of their own for Vega's scripts."""
+"""Runs that several tests read."""
 
 import shutil
 
 import pytest
 
-import agscl.report.vega as vega
 from agscl.cli.main import main
-
-if not vega.is_available():
-    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

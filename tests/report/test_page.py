@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+pytest.importorskip("vl_convert", reason="pages need the extra report: pip install 'agscl[report]'")
+
 from agscl.certificate import Certificate
 from agscl.cli.main import main
 from agscl.experiments.run import certificate_path

@@ -132,7 +132,7 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
             values.append(row)
     names = [name_task(tasks, task) for task in range(count)]
     labels_on = count <= MAX_LABELLED
-    axis: Spec = {"labelAngle": -45 if count > 6 else 0, "labelOverlap": True, "domain": False, "ticks": False}
+    axis: Spec = {"labelAngle": _choose_angle(names), "labelOverlap": True, "domain": False, "ticks": False}
     if count > MAX_LABELLED:
         axis |= {"labelExpr": "split(datum.label, ':')[0]", "labelAngle": 0}
     quantity = "relative score" if is_score else "accuracy"
@@ -289,7 +289,7 @@ def draw_moved(history: NodeHistory) -> Spec | None:
     count = len(history.tasks)
     names = [name_task(history.tasks, task) for task in range(count)]
     axis: dict[str, Any] = {
-        "labelAngle": -45 if count > 6 else 0,
+        "labelAngle": _choose_angle(names),
         "labelOverlap": True,
         "domain": False,
         "ticks": False,
@@ -458,7 +458,13 @@ def draw_forecast(curves: Mapping[str, Sequence[float]], forecast: Mapping[str, 
             "strokeDash": {
                 "field": "kind",
                 "type": "nominal",
-                "legend": {"orient": "bottom", "title": None, "columns": 2, "symbolType": "stroke"},
+                "legend": {
+                    "orient": "bottom",
+                    "title": None,
+                    "columns": 2,
+                    "symbolType": "stroke",
+                    "symbolStrokeColor": "#7d8590",
+                },
                 "scale": {"domain": ["measured", "forecast"], "range": [[1, 0], [4, 3]]},
             },
             "tooltip": [
@@ -493,7 +499,7 @@ def draw_memory(rows: Sequence[Mapping[str, Any]]) -> Spec:
                 "type": "quantitative",
                 "title": "kept between tasks",
                 "axis": {"labelExpr": "format(datum.value, '~s') + 'B'", "tickCount": 5},
-                "scale": {"domainMax": 1.2 * max(1, *(row["bytes"] for row in rows))},
+                "scale": {"domainMax": 1.35 * max(1, *(row["bytes"] for row in rows))},
             },
             "tooltip": [{"field": "method"}, {"field": "label", "title": "kept"}, {"field": "kind", "title": ""}],
         },
@@ -753,6 +759,11 @@ def draw_study(study: Mapping[str, Any]) -> Spec | None:
             },
         ],
     )
+
+
+def _choose_angle(names: Sequence[str]) -> int:
+    """Long names stand aslant where there are many."""
+    return -45 if len(names) > 6 and max(map(len, names)) > 3 else 0
 
 
 # Words in charts -----------------------------------------------------------------------------------------------------

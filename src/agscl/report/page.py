@@ -31,23 +31,23 @@ PAGE = "report.html"
 """The page's name in the folder of a run or a comparison."""
 
 
-def write_page(report: Report, path: Path, *, refresh: bool = False) -> Path:
-    write_atomically(path, make_page(report, refresh=refresh).encode())
+def write_page(report: Report, path: Path, *, version: str = "") -> Path:
+    write_atomically(path, make_page(report, version=version).encode())
     return path
 
 
-def make_page(report: Report, *, refresh: bool = False) -> str:
-    """The page as HTML, of at most `MAX_BYTES`; with `refresh` it reloads when a server says that the run went on."""
+def make_page(report: Report, *, version: str = "") -> str:
+    """The page as HTML, of at most `MAX_BYTES`; with a `version` it reloads when its server names another."""
     for with_importance, media in ((True, MEDIA_BYTES), (True, 0), (False, 0)):
-        page = _fill_template(report, refresh, with_importance, media)
+        page = _fill_template(report, version, with_importance, media)
         if len(page.encode()) <= MAX_BYTES:
             return page
     report.problems.append("The full page would be larger than 6 MB: charts can only be seen as pictures.")
-    return _fill_template(report, refresh, False, 0, interactive=False)
+    return _fill_template(report, version, False, 0, interactive=False)
 
 
 def _fill_template(
-    report: Report, refresh: bool, with_importance: bool, media_bytes: int, interactive: bool = True
+    report: Report, version: str, with_importance: bool, media_bytes: int, interactive: bool = True
 ) -> str:
     sections = make_sections(report)
     data: dict[str, Any] = {
@@ -80,7 +80,7 @@ def _fill_template(
         style=_mark_safe(_read_template("page.css")),
         scripts=[_mark_safe(_guard_script(text)) for text in _load_scripts()],
         data=_mark_safe(encode_data(data)),
-        refresh=refresh,
+        refresh=version,
         version=__version__,
     )
     return page
@@ -144,11 +144,14 @@ def _make_node_picture(report: Report) -> Any:
 
 def _embed_play(report: Report, limit: int) -> list[dict[str, str]]:
     """Recorded play: within the page as far as it fits, the rest by name."""
-    media, used = [], 0
-    for path in report.detail.play if report.detail else ():
-        kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-        size = path.stat().st_size
-        item = {"name": path.stem, "kind": kind.partition("/")[0], "source": "", "path": f"play/{path.name}"}
+    media: list[dict[str, str]] = []
+    used, run = 0, report.detail
+    if run is None:
+        return media
+    for path in run.play:
+        kind, size = mimetypes.guess_type(path.name)[0] or "application/octet-stream", path.stat().st_size
+        name = path.relative_to(run.path / "play").with_suffix("").as_posix()
+        item = {"name": name, "kind": kind.partition("/")[0], "source": "", "path": str(path)}
         if used + size <= limit:
             item["source"] = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
             used += size

@@ -225,7 +225,7 @@ def read_run(folder: Path, *, nodes: bool = True) -> RunData:
     environment = _read_tolerantly(folder / "environment.json", [], read_checked_json) or result.get("environment")
     run.environment = environment if isinstance(environment, dict) else {}
     run.digest = result.get("digest") if isinstance(result.get("digest"), str) else None
-    run.play = sorted(path for pattern in PLAY for path in (folder / "play").glob(pattern) if path.is_file())
+    run.play = sorted(path for pattern in PLAY for path in (folder / "play").rglob(pattern) if path.is_file())
     if nodes:
         run.certificates = _read_certificates(folder, len(tasks), problems)
         run.nodes = read_node_history(folder, run.certificates, problems)

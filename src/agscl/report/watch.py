@@ -45,7 +45,7 @@ class PageServer(http.server.ThreadingHTTPServer):
         with self._lock:
             version = self.get_version()
             if self._made[0] != version or not self._made[1]:
-                self._made = (version, make_page(read_report([self.folder]), refresh=True).encode())
+                self._made = (version, make_page(read_report([self.folder]), version=version).encode())
             return self._made[1]
 
 

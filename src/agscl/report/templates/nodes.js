@@ -2,7 +2,11 @@
 window.startNodeMap = function (nodes, color) {
   "use strict";
   const byId = (id) => document.getElementById(id);
-  const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const bytes = (text) => {
+    const raw = atob(text), found = new Uint8Array(raw.length);
+    for (let index = 0; index < raw.length; index++) found[index] = raw.charCodeAt(index);
+    return found;
+  };
   const NEVER = 0xffff;
   const FREE = 0, FRESH = 1, NEW = 2, FROZEN = 3, MOVED = 4;
 

@@ -95,13 +95,11 @@
   window.addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));
 
   // While a run is watched, its server says when there is more to see.
-  if (root.dataset.refresh) {
-    let seen = null;
+  if (root.dataset.version) {
     setInterval(async () => {
       try {
         const version = await (await fetch("/version")).text();
-        if (seen !== null && version !== seen) location.reload();
-        seen = version;
+        if (version !== root.dataset.version) location.reload();
       } catch (error) { /* the server has ended: the page stays as it is */ }
     }, 2000);
   }
