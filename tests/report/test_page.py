@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from agscl.runs.folder import read_result
 from report.small_runs import write_comparison, write_large_run
 from run_files import edit_json
 
+HOME = Path(__file__).parents[2]
 SCRIPT = "<script>alert(1)</script>"
 
 
@@ -318,3 +320,46 @@ def test_a_page_that_cannot_be_written_does_not_fail_the_run(digits, tmp_path, m
     monkeypatch.setattr("agscl.report.vega.is_available", lambda: False)
     write_page_at_end(digits)
     assert "pip install 'agscl[report]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tinyimagenet32", "digits_comparison", "studies/digits-aopc", "studies/digits-rho"])
+def test_files_of_results_have_pages_too(name, without_pictures):
+    report = read_report([HOME / "results" / f"{name}.json"])
+    page = make_page(report)
+    assert report.problems == []
+    assert len(read_data(page)["charts"]) >= 1
+    assert "commit" in read_text(page) or report.kind == "study"
+
+
+def test_agents_have_a_curve_for_each_game_with_the_time_it_was_learned(tmp_path, without_pictures):
+    report = read_report([HOME / "results" / "control.json"])
+    page = make_page(report)
+    charts = read_data(page)["charts"]
+    bands = [charts[f"game-{task}"]["layer"][0]["data"]["values"] for task in (1, 2, 3)]
+    assert bands == [[{"from": task, "to": task + 1}] for task in range(3)]
+    assert "Game by game" in page
+    rows = list_rows(report)
+    assert rows["evaluations"][0].keys() >= {"method", "seed", "learning", "steps", "task", "score"}
+    assert "score" in rows["accuracies"][0]
+
+
+def test_recorded_play_stands_in_the_page_as_far_as_it_fits(tmp_path, without_pictures):
+    folder = write_large_run(tmp_path / "run", {"fc": 20}, 2)
+
+    def give_scores(result):
+        result["methods"]["agscl"]["scores"] = [[1.0], [2.0, 3.0]]
+        result["methods"]["agscl"]["evaluations"] = [
+            {"task": task, "steps": 10, "scores": [1.0] * (task + 1), "relative": [1.0] * (task + 1)}
+            for task in range(2)
+        ]
+
+    edit_json(folder / "result.json", give_scores)
+    (folder / "play" / "agscl").mkdir(parents=True)
+    (folder / "play" / "agscl" / "pong <b>.gif").write_bytes(b"GIF89a small")
+    (folder / "play" / "large.mp4").write_bytes(bytes(3_000_000))
+    page = make_page(read_report([folder]))
+    assert 'src="data:image/gif;base64,R0lGODlhIHNtYWxs"' in page
+    assert "agscl/pong &lt;b&gt;" in page
+    assert "large.mp4" in page
+    assert "too large for this page" in page
+    assert len(page.encode()) < 2_000_000

@@ -84,7 +84,7 @@ def color_lines(lines: Sequence[Line]) -> dict[str, str]:
 
 
 def _line_scale(labels: Sequence[str], colors: Mapping[str, str]) -> dict[str, Any]:
-    legend = {"orient": "bottom", "title": None, "columns": 4} if len(labels) > 1 else None
+    legend = {"orient": "bottom", "title": None, "columns": 4, "symbolOpacity": 1} if len(labels) > 1 else None
     dashes = [DASHES[min(number // 8, len(DASHES) - 1)] for number in range(len(labels))]
     return {
         "color": {
@@ -149,7 +149,7 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
                 "field": "value",
                 "type": "quantitative",
                 "legend": None,
-                "scale": {"domain": [0, 1], "range": HEAT, "clamp": True},
+                "scale": {"domain": [0, 1], "range": HEAT, "clamp": True, "interpolate": "rgb"},
             },
             "tooltip": tooltip,
         },
@@ -220,7 +220,7 @@ def draw_average(report: Report) -> Spec | None:
         "field": "task",
         "type": "quantitative",
         "title": "tasks learned",
-        "axis": {"tickMinStep": 1, "format": "d", "grid": False},
+        "axis": {"values": _choose_ticks(max(row["task"] for row in values)), "format": "d", "grid": False},
         "scale": {"nice": False, "padding": 8},
     }
     lowest = min(row["low"] for row in values)
@@ -417,7 +417,7 @@ def draw_capacity(history: NodeHistory) -> Spec:
 
 def draw_forecast(curves: Mapping[str, Sequence[float]], forecast: Mapping[str, Sequence[float]], learned: int) -> Spec:
     """The share of free nodes after each task: measured, then what the budget leaves."""
-    values = [
+    values: list[Spec] = [
         {"line": name, "task": learned - len(curve) + 1 + index, "free": round(share, 5), "kind": "measured"}
         for name, curve in curves.items()
         for index, share in enumerate(curve)
@@ -438,7 +438,7 @@ def draw_forecast(curves: Mapping[str, Sequence[float]], forecast: Mapping[str, 
                 "field": "task",
                 "type": "quantitative",
                 "title": "tasks learned",
-                "axis": {"tickMinStep": 1, "format": "d", "grid": False},
+                "axis": {"values": _choose_ticks(max(row["task"] for row in values), 0), "format": "d", "grid": False},
                 "scale": {"nice": False, "padding": 8},
             },
             "y": {
@@ -483,6 +483,7 @@ def draw_forecast(curves: Mapping[str, Sequence[float]], forecast: Mapping[str, 
 def draw_memory(rows: Sequence[Mapping[str, Any]]) -> Spec:
     """Bytes that methods keep between tasks; rows have method, bytes, label and kind."""
     names = [row["method"] for row in rows]
+    kinds = [kind for kind in ("measured", "forecast") if any(row["kind"] == kind for row in rows)]
     return make_spec(
         26 * len(rows),
         rows,
@@ -512,7 +513,7 @@ def draw_memory(rows: Sequence[Mapping[str, Any]]) -> Spec:
                         "type": "nominal",
                         "sort": ["measured", "forecast"],
                         "legend": {"orient": "bottom", "title": None, "symbolType": "square", "symbolStrokeWidth": 0},
-                        "scale": {"domain": ["measured", "forecast"], "range": ["#0072b2", "#9aa7b4"]},
+                        "scale": {"domain": kinds, "range": ["#0072b2", "#9aa7b4"][: len(kinds)]},
                     }
                 },
             },
@@ -603,6 +604,7 @@ def _task_axis(count: int, tasks: Sequence[str]) -> Spec:
             "labelExpr": labels,
             "grid": True,
             "ticks": False,
+            "labelOverlap": False,
             "labelFlush": False,
             "gridOpacity": {"condition": {"test": "datum.value % 1 == 0", "value": 0.22}, "value": 0},
         },
@@ -759,6 +761,12 @@ def draw_study(study: Mapping[str, Any]) -> Spec | None:
             },
         ],
     )
+
+
+def _choose_ticks(count: int, first: int = 1) -> list[int]:
+    """The numbers of tasks that an axis names: all, or every second, fifth, …"""
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**6) if count / step <= 16)
+    return [number for number in range(first, count + 1) if number % step == 0 or number == first]
 
 
 def _choose_angle(names: Sequence[str]) -> int:

@@ -64,13 +64,21 @@ def _list_words(wanted: RunConfig, stored: Mapping[str, Any]) -> tuple[list[str]
         options["tasks"] = wanted.tasks
         words += ["--tasks", wanted.tasks]
         plain = configure(wanted.preset, method=wanted.method, seed=wanted.seed, tasks=wanted.tasks)
-    changed = {key: value for key, value in wanted.task_options.items() if plain.task_options.get(key) != value}
+    changed = {
+        key: value
+        for key, value in wanted.task_options.items()
+        if key not in plain.task_options or plain.task_options[key] != value
+    }
     if changed:
         options["task_options"] = changed
         words += ["--task-options", *(f"{key}={_format_option(value)}" for key, value in changed.items())]
     usual = plain.as_dict()
     training = {key: value for key, value in stored["training"].items() if usual["training"][key] != value}
-    settings = {key: value for key, value in wanted.settings.items() if plain.settings.get(key) != value}
+    settings = {
+        key: value
+        for key, value in wanted.settings.items()
+        if key not in plain.settings or plain.settings[key] != value
+    }
     own = [f"{key}={_format_value(value)}" for key, value in settings.items()]
     if training or own:
         words += ["--set", *(f"{key}={_format_value(value)}" for key, value in training.items()), *own]
@@ -84,7 +92,7 @@ def _list_words(wanted: RunConfig, stored: Mapping[str, Any]) -> tuple[list[str]
         **training,
         **settings,
     ).as_dict()
-    same = {**made, "device": wanted.device} == dict(stored)
+    same = {**made, "device": wanted.device} == dict(stored) and not wanted.hold_out  # which only a search sets
     return (words if same else None), own
 
 

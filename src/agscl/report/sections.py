@@ -518,6 +518,7 @@ def _make_games(report: Report) -> list[Section]:
         spec = charts.draw_game(report, task, report.lines)
         if spec is not None:
             name = charts.name_task(report.tasks, task, 40)
+            name = f"task {name}" if name.isdecimal() else name
             section.charts.append(Chart(f"game-{task + 1}", name, spec, f"Scores on {name} over all tasks.", 300, True))
     return [section] if section.charts else []
 

@@ -149,14 +149,14 @@ def _judge_comparison(report: Report) -> Verdict:
         wide = max(ours["deviation"] or 0.0, theirs["deviation"] or 0.0)
         close = wide and (ours["mean"] or 0) - (theirs["mean"] or 0) < wide
         details.append(
-            f"{second.label} follows with {spread(theirs)}"
+            f"{second.label[:1].upper()}{second.label[1:]} follows with {spread(theirs)}"
             + (": within one standard deviation, so the order of these two may be chance." if close else ".")
         )
     without = [line.label for line in ranked if (line.summarize("forgetting")["mean"] or 0.0) <= 0]
     if without:
         details.append(f"Without any forgetting: {', '.join(without)}.")
     reference = next((line for line in ranked if line.method == REFERENCE), None)
-    if reference and reference is not best:
+    if reference and reference not in ranked[:2]:
         details.append(
             f"Fine-tuning ended at {spread(reference.summarize('average_accuracy'))} and forgot "
             f"{spread(reference.summarize('forgetting'))}."
