@@ -20,7 +20,18 @@ import agscl
 HOME = Path(__file__).parents[2]
 PACKAGE = HOME / "src" / "agscl"
 LOOP = Path(__file__).with_name("readme_loop.py")
-OPTIONAL = ("PIL", "huggingface_hub", "pyarrow", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tyro")
+OPTIONAL = (
+    "PIL",
+    "huggingface_hub",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "tyro",
+    "vl_convert",
+)
 """Modules that the extras bring: none of them may be needed by the library."""
 
 
@@ -43,7 +54,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def package_files() -> set[str]:
-    return {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} | {"py.typed"}
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE / "report" / "templates").iterdir()]
+    return {path.relative_to(PACKAGE).as_posix() for path in sources} | {"py.typed"}
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(dist):

@@ -31,9 +31,9 @@ def report(
     csv: Annotated[Path | None, describe("FOLDER", default="")] = None,
     runs: Runs = Path("runs"),
 ) -> int:
-    """Write one HTML page of a run or a comparison: what was learned, forgotten, frozen, free, and proven.
+    """Write one HTML page of a run or a comparison.
 
-    The page needs no network. Several runs are compared on one page.
+    It shows what was learned, forgotten, frozen, free and proven; no network.
 
     Args:
         out: Where to write the page.
@@ -76,9 +76,9 @@ def watch(
     port: Annotated[int, describe("N")] = 8765,
     runs: Runs = Path("runs"),
 ) -> int:
-    """Show the page of a run in the browser while it is trained; Ctrl-C ends it.
+    """Show the page of a run in the browser while it is trained.
 
-    The page is served to this machine alone, and reloads when the run goes on.
+    It is served to this machine alone, and reloads; Ctrl-C ends it.
 
     Args:
         run: The name or folder of a run or a comparison.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agscl.report.nodes import NodeHistory, count_moved, count_taken
-from agscl.report.read import Line, Outcome, Report
+from agscl.report.read import Line, Outcome, ReportData
 from agscl.report.vega import INK, Spec
 
 METHOD_COLORS = {"agscl": "#0072b2", "paper-agscl": "#3aa0d8", "finetune": "#d55e00", "joint": "#6b7280"}
@@ -189,7 +189,7 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
     )
 
 
-def draw_average(report: Report) -> Spec | None:
+def draw_average(report: ReportData) -> Spec | None:
     """The average accuracy after each task; bands are one standard deviation over seeds."""
     values: list[dict[str, Any]] = []
     labels = []
@@ -522,7 +522,7 @@ def draw_memory(rows: Sequence[Mapping[str, Any]]) -> Spec:
     )
 
 
-def draw_losses(report: Report, outcomes: Mapping[str, Outcome], colors: Mapping[str, str]) -> Spec | None:
+def draw_losses(report: ReportData, outcomes: Mapping[str, Outcome], colors: Mapping[str, str]) -> Spec | None:
     """The training loss over all tasks, one after the other."""
     values = []
     for label, outcome in outcomes.items():
@@ -627,7 +627,7 @@ def _quote(text: str) -> str:
     )
 
 
-def draw_game(report: Report, task: int, lines: Sequence[Line]) -> Spec | None:
+def draw_game(report: ReportData, task: int, lines: Sequence[Line]) -> Spec | None:
     """The score on one environment at every evaluation, over all tasks; the band is when it was learned."""
     values = []
     for line in lines:

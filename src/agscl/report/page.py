@@ -16,7 +16,7 @@ from agscl.report import vega
 from agscl.report.charts import FREE_COLOR, MOVED_COLOR, color_tasks
 from agscl.report.nodemap import draw_node_map
 from agscl.report.nodes import pack_nodes
-from agscl.report.read import Report
+from agscl.report.read import ReportData
 from agscl.report.sections import Section, make_sections
 from agscl.report.words import judge, list_figures
 from agscl.system.files import write_atomically
@@ -31,12 +31,12 @@ PAGE = "report.html"
 """The page's name in the folder of a run or a comparison."""
 
 
-def write_page(report: Report, path: Path, *, version: str = "") -> Path:
+def write_page(report: ReportData, path: Path, *, version: str = "") -> Path:
     write_atomically(path, make_page(report, version=version).encode())
     return path
 
 
-def make_page(report: Report, *, version: str = "") -> str:
+def make_page(report: ReportData, *, version: str = "") -> str:
     """The page as HTML, of at most `MAX_BYTES`; with a `version` it reloads when its server names another."""
     for with_importance, media in ((True, MEDIA_BYTES), (True, 0), (False, 0)):
         page = _fill_template(report, version, with_importance, media)
@@ -47,7 +47,7 @@ def make_page(report: Report, *, version: str = "") -> str:
 
 
 def _fill_template(
-    report: Report, version: str, with_importance: bool, media_bytes: int, interactive: bool = True
+    report: ReportData, version: str, with_importance: bool, media_bytes: int, interactive: bool = True
 ) -> str:
     sections = make_sections(report)
     data: dict[str, Any] = {
@@ -135,14 +135,14 @@ def _make_picture(svg: str, alt: str) -> Any:
     ).format(alt) + markupsafe.Markup(body + "</svg>")
 
 
-def _make_node_picture(report: Report) -> Any:
+def _make_node_picture(report: ReportData) -> Any:
     history = report.detail.nodes if report.detail else None
     if history is None or history.size > MAX_DRAWN_NODES:
         return ""
     return _mark_safe(draw_node_map(history).replace(f'fill="{vega.INK}"', 'fill="currentColor"'))
 
 
-def _embed_play(report: Report, limit: int) -> list[dict[str, str]]:
+def _embed_play(report: ReportData, limit: int) -> list[dict[str, str]]:
     """Recorded play: within the page as far as it fits, the rest by name."""
     media: list[dict[str, str]] = []
     used, run = 0, report.detail
@@ -162,7 +162,7 @@ def _embed_play(report: Report, limit: int) -> list[dict[str, str]]:
 # Figures and numbers -------------------------------------------------------------------------------------------------
 
 
-def write_figures(report: Report, folder: Path) -> list[Path]:
+def write_figures(report: ReportData, folder: Path) -> list[Path]:
     """Every chart and the node map after the last task, as SVG and PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []

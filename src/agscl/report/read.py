@@ -129,7 +129,7 @@ def measure(outcome: Outcome, metric: str) -> float | None:
 
 
 @dataclass
-class Report:
+class ReportData:
     """All that a page shows."""
 
     title: str
@@ -166,7 +166,7 @@ class Report:
         return [line for _, line in sorted(found, key=lambda pair: -pair[0])]
 
 
-def read_report(paths: Sequence[Path]) -> Report:
+def read_report(paths: Sequence[Path]) -> ReportData:
     """The report of a run, of several runs, of the folder of a comparison or a study, or of a comparison's file."""
     if not paths:
         raise NothingToShow("give at least one run, or the folder of a comparison")
@@ -189,7 +189,7 @@ def read_report(paths: Sequence[Path]) -> Report:
         ]
         studies = _read_studies(run.path.parent) if run.path.parent.name.startswith("study-") else []
         title, kind = run.path.resolve().name, "run"
-        return Report(title, kind, _text(run.config.get("preset")), run.tasks, lines, run, studies, problems)
+        return ReportData(title, kind, _text(run.config.get("preset")), run.tasks, lines, run, studies, problems)
     return _compare_runs(" · ".join(dict.fromkeys(run.path.resolve().name for run in runs[:3])), "runs", runs, problems)
 
 
@@ -373,7 +373,7 @@ def _read_certificates(folder: Path, tasks: int, problems: list[str]) -> list[Ce
 # Several runs --------------------------------------------------------------------------------------------------------
 
 
-def _read_group(folder: Path) -> Report:
+def _read_group(folder: Path) -> ReportData:
     """The folder of a comparison or a study: its runs, and the studies stored beside them."""
     paths = sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
     studies = _read_studies(folder)
@@ -393,7 +393,7 @@ def _read_group(folder: Path) -> Report:
     return report
 
 
-def _compare_runs(title: str, kind: str, runs: Sequence[RunData], problems: list[str]) -> Report:
+def _compare_runs(title: str, kind: str, runs: Sequence[RunData], problems: list[str]) -> ReportData:
     lines: dict[str, Line] = {}
     presets = list(dict.fromkeys(_text(run.config.get("preset")) for run in runs))
     if len(presets) > 1:
@@ -419,7 +419,7 @@ def _compare_runs(title: str, kind: str, runs: Sequence[RunData], problems: list
     _measure_plasticity(list(lines.values()))
     order = {name: number for number, name in enumerate(METHODS)}
     ordered = sorted(lines.values(), key=lambda line: order.get(line.method, len(order)))
-    report = Report(title, kind, presets[0] if presets else "", list(tasks), ordered, None, [], problems)
+    report = ReportData(title, kind, presets[0] if presets else "", list(tasks), ordered, None, [], problems)
     detail = _choose_detail(runs, report)
     if detail is not None:
         report.detail = read_run(detail.path)
@@ -431,7 +431,7 @@ def _compare_runs(title: str, kind: str, runs: Sequence[RunData], problems: list
     return report
 
 
-def _choose_detail(runs: Sequence[RunData], report: Report) -> RunData | None:
+def _choose_detail(runs: Sequence[RunData], report: ReportData) -> RunData | None:
     """The run whose nodes are shown: of the best method that knows nodes, the first seed."""
     with_nodes = [run for run in runs if run.outcome and any("nodes" in one for one in run.outcome.statistics[-1:])]
     rank = {line.method: number for number, line in enumerate(report.ranked)}
@@ -465,7 +465,7 @@ def _measure_plasticity(lines: Sequence[Line]) -> None:
                 outcome.plasticity = metrics.plasticity(outcome.accuracies, other.accuracies)
 
 
-def _read_comparison_file(path: Path) -> Report:
+def _read_comparison_file(path: Path) -> ReportData:
     """A comparison that is stored as one file: comparison.json, or one in results/."""
     try:
         content = read_json(path)
@@ -473,7 +473,7 @@ def _read_comparison_file(path: Path) -> Report:
         raise NothingToShow(str(error)) from error
     if "study" in content:
         problems: list[str] = []
-        return Report(path.stem, "study", _text(content.get("preset")), [], [], None, [content], problems)
+        return ReportData(path.stem, "study", _text(content.get("preset")), [], [], None, [content], problems)
     methods = content.get("methods")
     if not isinstance(methods, dict) or not methods:
         raise NothingToShow(f"{path} is not a comparison: expected comparison.json, or a file of results/ with methods")
@@ -508,7 +508,9 @@ def _read_comparison_file(path: Path) -> Report:
         problems.append(f"{name} failed: {_text(reason)}")
     title = path.parent.resolve().name if path.stem == "comparison" else path.stem
     source: dict[str, Any] = {key: content[key] for key in ("command", "commit", "machine") if key in content}
-    return Report(title, "comparison", _text(content.get("preset")), tasks, lines, None, [], problems, source=source)
+    return ReportData(
+        title, "comparison", _text(content.get("preset")), tasks, lines, None, [], problems, source=source
+    )
 
 
 def _read_studies(folder: Path) -> list[dict[str, Any]]:
@@ -516,7 +518,7 @@ def _read_studies(folder: Path) -> list[dict[str, Any]]:
     return [study for study in found if study]
 
 
-def add_provenance(report: Report, paths: Sequence[Path]) -> None:
+def add_provenance(report: ReportData, paths: Sequence[Path]) -> None:
     """Add the command that starts it again, and what checking the run shown in detail finds."""
     from agscl.report.checks import check_run
     from agscl.report.commands import make_compare_command, make_run_command

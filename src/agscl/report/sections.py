@@ -12,7 +12,7 @@ from agscl.experiments.methods import METHODS
 from agscl.methods._parts.budget import count_kept
 from agscl.report import charts
 from agscl.report.nodes import NodeHistory, count_moved, count_taken
-from agscl.report.read import Line, Outcome, Report, RunData, get_title
+from agscl.report.read import Line, Outcome, ReportData, RunData, get_title
 from agscl.report.vega import Spec
 from agscl.report.words import format_bytes, format_seconds, percent, spread
 
@@ -62,7 +62,7 @@ class Section:
     code: list[tuple[str, str]] = field(default_factory=list)
 
 
-def make_sections(report: Report) -> list[Section]:
+def make_sections(report: ReportData) -> list[Section]:
     """All sections that have something to show, in the order of the page."""
     made = [
         _make_matrices(report),
@@ -80,7 +80,7 @@ def make_sections(report: Report) -> list[Section]:
 # Accuracies ----------------------------------------------------------------------------------------------------------
 
 
-def _make_matrices(report: Report) -> Section | None:
+def _make_matrices(report: ReportData) -> Section | None:
     lines = [line for line in report.lines if line.complete]
     if report.kind != "run":
         lines = [line for line in [*report.ranked, *lines] if line in lines]
@@ -106,7 +106,7 @@ def _make_matrices(report: Report) -> Section | None:
     return section
 
 
-def _tabulate_matrix(line: Line, report: Report) -> Table:
+def _tabulate_matrix(line: Line, report: ReportData) -> Table:
     outcomes = line.complete
     rows = []
     count = len(outcomes[0].accuracies)
@@ -124,7 +124,7 @@ def _tabulate_matrix(line: Line, report: Report) -> Table:
     return Table(f"{line.label}: {unit}", columns, rows)
 
 
-def _make_average(report: Report) -> Section | None:
+def _make_average(report: ReportData) -> Section | None:
     spec = charts.draw_average(report)
     if spec is None:
         return None
@@ -191,7 +191,7 @@ def _mean(values: Sequence[float]) -> float:
 # Nodes ---------------------------------------------------------------------------------------------------------------
 
 
-def _make_node_sections(report: Report) -> list[Section | None]:
+def _make_node_sections(report: ReportData) -> list[Section | None]:
     run = report.detail
     if run is None:
         return []
@@ -356,7 +356,7 @@ def _forecast_free(
 # Memory and training -------------------------------------------------------------------------------------------------
 
 
-def _make_memory(report: Report) -> Section | None:
+def _make_memory(report: ReportData) -> Section | None:
     rows: list[dict[str, Any]] = []
     for line in report.lines:
         if line.complete and line.complete[0].memory:
@@ -397,7 +397,7 @@ def _make_memory(report: Report) -> Section | None:
     return section
 
 
-def _make_curves(report: Report) -> Section | None:
+def _make_curves(report: ReportData) -> Section | None:
     outcomes: dict[str, Outcome] = {}
     if report.kind == "run":
         outcomes = {line.label: line.outcomes[0] for line in report.lines}
@@ -435,7 +435,7 @@ STUDY_TITLES = {
 }
 
 
-def _make_studies(report: Report) -> list[Section]:
+def _make_studies(report: ReportData) -> list[Section]:
     made = []
     for study in report.studies:
         name = str(study.get("study"))
@@ -502,7 +502,7 @@ def _summary(value: Any) -> dict[str, float | None]:
     return {"mean": value.get("mean"), "deviation": value.get("deviation")}
 
 
-def _make_games(report: Report) -> list[Section]:
+def _make_games(report: ReportData) -> list[Section]:
     if not report.is_score:
         return []
     section = Section(
@@ -523,7 +523,7 @@ def _make_games(report: Report) -> list[Section]:
     return [section] if section.charts else []
 
 
-def _make_provenance(report: Report) -> Section:
+def _make_provenance(report: ReportData) -> Section:
     run = report.detail
     section = Section("provenance", "Where this comes from", "Everything needed to run it again, and to check it.")
     rows: list[list[str]] = []

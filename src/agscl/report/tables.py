@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from agscl.certificate import NEVER
-from agscl.report.read import Outcome, Report, measure
+from agscl.report.read import Outcome, ReportData, measure
 from agscl.system.files import write_atomically
 
 Row = dict[str, Any]
 
 
-def list_rows(report: Report) -> dict[str, list[Row]]:
+def list_rows(report: ReportData) -> dict[str, list[Row]]:
     """The rows of every file, by its name; files without rows are left out."""
     tables = {
         "accuracies": _list_accuracies(report),
@@ -30,7 +30,7 @@ def list_rows(report: Report) -> dict[str, list[Row]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def write_tables(report: Report, folder: Path) -> list[Path]:
+def write_tables(report: ReportData, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, rows in list_rows(report).items():
@@ -50,17 +50,17 @@ def _guard(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "@", "\t", "\r") else value
 
 
-def _each(report: Report) -> Iterator[tuple[Row, Outcome]]:
+def _each(report: ReportData) -> Iterator[tuple[Row, Outcome]]:
     for line in report.lines:
         for seed, outcome in zip(line.seeds, line.outcomes, strict=True):
             yield {"method": line.label, "seed": seed}, outcome
 
 
-def _name(report: Report, task: int) -> str:
+def _name(report: ReportData, task: int) -> str:
     return report.tasks[task] if task < len(report.tasks) else f"task {task + 1}"
 
 
-def _list_accuracies(report: Report) -> Iterator[Row]:
+def _list_accuracies(report: ReportData) -> Iterator[Row]:
     for head, outcome in _each(report):
         for after, row in enumerate(outcome.accuracies):
             for task, accuracy in enumerate(row):
@@ -69,14 +69,14 @@ def _list_accuracies(report: Report) -> Iterator[Row]:
                 yield {**head, **place, "accuracy": accuracy, **score}
 
 
-def _list_metrics(report: Report) -> Iterator[Row]:
+def _list_metrics(report: ReportData) -> Iterator[Row]:
     for head, outcome in _each(report):
         if outcome.accuracies:
             names = ("average_accuracy", "forgetting", "plasticity", "stability", "accumulated_reward")
             yield {**head, **{name: measure(outcome, name) for name in names}, "seconds": outcome.seconds}
 
 
-def _list_losses(report: Report) -> Iterator[Row]:
+def _list_losses(report: ReportData) -> Iterator[Row]:
     for head, outcome in _each(report):
         for kind, rows in (("training", outcome.losses), ("validation", outcome.valid_losses)):
             for task, row in enumerate(rows):
@@ -84,7 +84,7 @@ def _list_losses(report: Report) -> Iterator[Row]:
                     yield {**head, "kind": kind, "task": task + 1, "epoch": epoch + 1, "loss": loss}
 
 
-def _list_evaluations(report: Report) -> Iterator[Row]:
+def _list_evaluations(report: ReportData) -> Iterator[Row]:
     for head, outcome in _each(report):
         for one in outcome.evaluations:
             for task, score in enumerate(one.get("scores") or ()):
@@ -92,13 +92,13 @@ def _list_evaluations(report: Report) -> Iterator[Row]:
                 yield {**head, **learning, "task": task + 1, "name": _name(report, task), "score": score}
 
 
-def _list_memory(report: Report) -> Iterator[Row]:
+def _list_memory(report: ReportData) -> Iterator[Row]:
     for head, outcome in _each(report):
         if outcome.memory:
             yield {**head, **outcome.memory}
 
 
-def _list_nodes(report: Report) -> Iterator[Row]:
+def _list_nodes(report: ReportData) -> Iterator[Row]:
     """One row for each node: when it became important, how often it moved, its importance after each task."""
     history = report.detail.nodes if report.detail else None
     if history is None:
@@ -121,7 +121,7 @@ def _list_nodes(report: Report) -> Iterator[Row]:
             yield row
 
 
-def _list_moved(report: Report) -> Iterator[Row]:
+def _list_moved(report: ReportData) -> Iterator[Row]:
     for number, certificate in enumerate(report.detail.certificates if report.detail else ()):
         yield {
             "task": number + 1, "name": certificate.task, "kind": certificate.kind,

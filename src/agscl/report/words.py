@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from agscl.experiments.methods import REFERENCE
 from agscl.report.charts import format_score
-from agscl.report.read import Line, Report, RunData, get_title, measure
+from agscl.report.read import Line, ReportData, RunData, get_title, measure
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PageVerdict:
     tone: str
     """good, plain, wait or bad: a word and a colour on the page."""
     badge: str
@@ -48,19 +48,19 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def judge(report: Report) -> Verdict:
+def judge(report: ReportData) -> PageVerdict:
     """What the page says first."""
     if report.kind == "run" and report.detail is not None:
         return _judge_run(report, report.detail)
     return _judge_comparison(report)
 
 
-def _judge_run(report: Report, run: RunData) -> Verdict:
+def _judge_run(report: ReportData, run: RunData) -> PageVerdict:
     title, outcome = get_title(run.method), run.outcome
     learned = len(outcome.accuracies) if outcome else 0
     if outcome is None or not learned:
         state = "nothing has been measured yet" if not run.outcomes else f"{title} has not ended a task yet"
-        return Verdict("wait", "not finished", f"This run is under way: {state}.", [])
+        return PageVerdict("wait", "not finished", f"This run is under way: {state}.", [])
     quantity = "score" if report.is_score else "accuracy"
     average, forgetting = measure(outcome, "average_accuracy"), measure(outcome, "forgetting") or 0.0
     tasks = count(learned, "task")
@@ -89,12 +89,12 @@ def _judge_run(report: Report, run: RunData) -> Verdict:
             f"forgot {percent(measure(reference, 'forgetting'))}."
         )
     if run.verification is not None and not run.verification["ok"]:
-        return Verdict("bad", "check failed", sentence, details)
+        return PageVerdict("bad", "check failed", sentence, details)
     if not run.finished:
-        return Verdict("wait", "not finished", sentence, details)
+        return PageVerdict("wait", "not finished", sentence, details)
     if proven:
-        return Verdict("good", "proven", sentence, details)
-    return Verdict("plain", "measured", sentence, details)
+        return PageVerdict("good", "proven", sentence, details)
+    return PageVerdict("plain", "measured", sentence, details)
 
 
 def _describe_proof(run: RunData) -> tuple[list[str], bool]:
@@ -126,11 +126,13 @@ def _describe_proof(run: RunData) -> tuple[list[str], bool]:
     return sentences, guaranteed and (run.verification or {"ok": True})["ok"]
 
 
-def _judge_comparison(report: Report) -> Verdict:
+def _judge_comparison(report: ReportData) -> PageVerdict:
     ranked = report.ranked
     if not ranked:
         words = "These are studies of AGS-CL's parts." if report.studies else "No run here has ended a task yet."
-        return Verdict("plain" if report.studies else "wait", "study" if report.studies else "not finished", words, [])
+        return PageVerdict(
+            "plain" if report.studies else "wait", "study" if report.studies else "not finished", words, []
+        )
     best = ranked[0]
     seeds = max(len(line.complete) for line in ranked)
     quantity = "relative score" if report.is_score else "accuracy"
@@ -161,10 +163,10 @@ def _judge_comparison(report: Report) -> Verdict:
             f"Fine-tuning ended at {spread(reference.summarize('average_accuracy'))} and forgot "
             f"{spread(reference.summarize('forgetting'))}."
         )
-    return Verdict("plain", "measured", sentence, details)
+    return PageVerdict("plain", "measured", sentence, details)
 
 
-def list_figures(report: Report) -> list[Figure]:
+def list_figures(report: ReportData) -> list[Figure]:
     """The headline figures of the line that the page is about."""
     line = report.main_line
     if line is None or not line.complete:
@@ -224,4 +226,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-__all__ = ["Figure", "Verdict", "count", "format_bytes", "format_score", "judge", "list_figures", "percent", "spread"]
+__all__ = [
+    "Figure",
+    "PageVerdict",
+    "count",
+    "format_bytes",
+    "format_score",
+    "judge",
+    "list_figures",
+    "percent",
+    "spread",
+]
