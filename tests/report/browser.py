@@ -149,8 +149,11 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
+        """Wait until an expression is true; it may fail while a page is being loaded."""
         end = time.monotonic() + WAIT
-        while not self.run(f"Boolean({expression})"):
+        while not self.run(
+            f"(() => {{ try {{ return Boolean({expression}); }} catch (error) {{ return false; }} }})()"
+        ):
             if time.monotonic() > end:
                 raise TimeoutError(f"{expression} did not become true")
             time.sleep(0.05)

@@ -61,7 +61,6 @@ def _judge_run(report: ReportData, run: RunData) -> PageVerdict:
     if outcome is None or not learned:
         state = "nothing has been measured yet" if not run.outcomes else f"{title} has not ended a task yet"
         return PageVerdict("wait", "not finished", f"This run is under way: {state}.", [])
-    quantity = "score" if report.is_score else "accuracy"
     average, forgetting = measure(outcome, "average_accuracy"), measure(outcome, "forgetting") or 0.0
     tasks = count(learned, "task")
     start = (
@@ -80,7 +79,7 @@ def _judge_run(report: ReportData, run: RunData) -> PageVerdict:
     elif forgetting < 0.0005:
         sentence = f"{start}, and forgot almost nothing ({100 * forgetting:.2g} %)."
     else:
-        sentence = f"{start}, and forgot {percent(forgetting)} of {quantity} on the way."
+        sentence = f"{start}, and forgot {percent(forgetting)}."
     details, proven = _describe_proof(run)
     reference = run.outcomes.get(REFERENCE)
     if reference is not outcome and reference and len(reference.accuracies) == learned > 1:
