@@ -363,3 +363,15 @@ def test_recorded_play_stands_in_the_page_as_far_as_it_fits(tmp_path, without_pi
     assert "large.mp4" in page
     assert "too large for this page" in page
     assert len(page.encode()) < 2_000_000
+
+
+def test_a_comparison_ends_with_the_path_of_its_page(tmp_path, monkeypatch, capsys, without_pictures):
+    monkeypatch.setenv("AGSCL_REPORT", "1")
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--methods", "agscl", "--seeds", "2", "--jobs", "1", "--epochs", "1", "--batch-size", "256"]
+    assert main([*words, "--name", "both"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("page         runs/both/report.html")
+    text = read_text((tmp_path / "runs" / "both" / "report.html").read_text())
+    assert "agscl compare digits --methods agscl,finetune --seeds 2 --set epochs=1 batch_size=256" in text
+    assert "Shown for AGS-CL, seed 0 (agscl-seed0)" in text
+    assert not list((tmp_path / "runs" / "both").glob("*/report.html"))
