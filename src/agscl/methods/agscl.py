@@ -82,8 +82,8 @@ class AGSCLConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(self.budget is None or is_budget(self.budget), f"budget is {BUDGET_RULE}, not {self.budget!r}")
-        for name in ("mu", "tau"):
-            self._require_at_least(name, 0)
+        self._require_at_least("mu", 0)
+        self._require_at_least("tau", 0)
         self._require(self.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {self.lam}")
         self._require(0 < self.rho <= 1, f"rho must be above 0 and at most 1, not {self.rho} (off: rand_init=False)")
         self._require_at_least("eta", 0, above=True)
@@ -270,10 +270,10 @@ class AGSCL(NodeMethod):
 
     def _init_nodes(self) -> None:
         """At the start Ω is 0 for every node."""
-        knowledge, device = self.knowledge, self._node_device
+        knowledge = self.knowledge
         check_budget(self.graph, self.config.budget)
-        knowledge.omega = torch.zeros(self.graph.size, device=device, dtype=self._node_dtype)
-        knowledge.first_task = torch.full((self.graph.size,), NEVER, dtype=torch.int32, device=device)
+        knowledge.omega = torch.zeros(self.graph.size, device=self._node_device, dtype=self._node_dtype)
+        knowledge.first_task = torch.full_like(knowledge.omega, NEVER, dtype=torch.int32)
         knowledge.generator.manual_seed(self.config.seed)
         knowledge.digests = GroupDigests(self.graph)
         self.reinitialised: Tensor | None = None  # (groups,) those that got fresh weights in the last end_task
@@ -306,7 +306,6 @@ class AGSCL(NodeMethod):
             knowledge.omega[inactive], new = 0.0, new & ~inactive
         knowledge.first_task[new] = len(self.tasks) - 1
         check_after_task(plan, activations > 0, int(before.sum()), len(knowledge.digests.unmoved))
-
         if config.zero_init != "off":  # (I.1), always before (I.2)
             zero_outgoing_(self.graph, knowledge.free, self.heads.get_head(plan.task, self.tasks))
         if config.rand_init:
@@ -320,9 +319,8 @@ class AGSCL(NodeMethod):
         knowledge, generator = self.knowledge, self.knowledge.generator
         synchronise_generator(generator, knowledge.omega.device)
         needed = new.cpu() if self.config.rand_init == "needed" else None
-        chosen = choose_groups(self.graph, knowledge.free.cpu(), self.config.rho, generator, needed)
-        reinitialise_(self.graph, chosen, generator, plan.optimizers, knowledge.initial_weights)
-        self.reinitialised = chosen
+        self.reinitialised = choose_groups(self.graph, knowledge.free.cpu(), self.config.rho, generator, needed)
+        reinitialise_(self.graph, self.reinitialised, generator, plan.optimizers, knowledge.initial_weights)
 
     # What it reports -------------------------------------------------------------------------------------------------
 
