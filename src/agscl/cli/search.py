@@ -49,7 +49,7 @@ def search(
     runs: Runs = Path("runs"),
     checkpoint_every: CheckpointEvery = 5.0,
 ) -> int:
-    """Search a method's best settings on a preset, by validation accuracy or, for agents, by score.
+    """Search a method's settings by validation accuracy, or by score for agents.
 
     AGS-CL: λ, then μ, then ρ. Other methods: their main setting.
 
