@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agscl.certificate import Certificate
+    from agscl.freezing import freeze
     from agscl.graph.nodes import NodeGraph
     from agscl.heads import MultiHead
     from agscl.methods.agscl import AGSCL
@@ -50,11 +51,13 @@ __all__ = [
     "RWalk",
     "Together",
     "cpr_loss",
+    "freeze",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {
     "Certificate": "agscl.certificate",
+    "freeze": "agscl.freezing",
     "NodeGraph": "agscl.graph.nodes",
     "MultiHead": "agscl.heads",
     "AGSCL": "agscl.methods.agscl",
