@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -19,3 +22,15 @@ def test_the_loop_of_ones_own_learns_five_tasks_and_keeps_them():
     assert [len(line) for line in lines] == [1, 2, 3, 4, 5]
     assert sum(lines[-1]) / 5 > 90
     assert "kept every bit" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "package"), [("lightning_loop", "lightning")])
+def test_an_example_in_the_loop_of_a_library_prints_fine_tuning_beside_the_untuned_method(name, package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = dict(re.findall(r"^(fine-tuning|AGS-CL) +([\d.]+)%$", done.stdout, re.MULTILINE))
+    assert float(figures["AGS-CL"]) > float(figures["fine-tuning"])
+    assert "kept every bit (guaranteed for good)" in done.stdout

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "fast": {"system", "methods._parts", "training"},
     "reinforcement": LIBRARY | {"training"},
     "runs": {"system"},
+    "integrations": LIBRARY,
     "analysis": LIBRARY | {"tasks"},
     "testing": LIBRARY | {"tasks"},
     "experiments": LIBRARY | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "agscl"},
@@ -54,6 +55,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "reinforcement": {"PIL", "ale_py", "gymnasium"},
     "runs": {"safetensors"},
     "report": {"jinja2", "markupsafe", "vl_convert"},
+    "integrations": {"accelerate", "avalanche", "gymnasium", "lightning", "stable_baselines3", "transformers"},
     "cli": {"rich", "tyro"},
 }
 

@@ -1,0 +1,1 @@
+"""Methods in the loops of other libraries, one file each; each needs the extra of its name."""
