@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -52,6 +53,8 @@ class SmallHub:
     """Whether answers have a Content-Length."""
     wrong_content: bytes | None = None
     """Sent instead of any file."""
+    refuses: int = 0
+    """Status code with which uploads are refused."""
     requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)
     """Path, Range and Authorization of all requests."""
 
@@ -64,6 +67,10 @@ class SmallHub:
                 hub.answer(self)
 
             do_HEAD = do_GET
+
+            def do_POST(self) -> None:
+                hub.requests.append((self.path, None, self.headers.get("Authorization")))
+                hub.take(self, self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -100,6 +107,8 @@ class SmallHub:
             if path.startswith(f"/cdn/{name}/"):
                 return self._send_file(request, files[path.removeprefix(f"/cdn/{name}/")])
         for name, files in self.models.items():
+            if path.startswith(f"/api/models/{name}/revision/") or path == f"/api/models/{name}":
+                return self._send_listing(request, name, files)
             if path.startswith(f"/{name}/resolve/"):
                 file = path.removeprefix(f"/{name}/resolve/").partition("/")[2]
                 if file in files:
@@ -110,6 +119,31 @@ class SmallHub:
         if path in self.other_files:
             return self._send_file(request, self.other_files[path])
         return self._send(request, 404, {"X-Error-Code": "RepoNotFound"})
+
+    def take(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        """Take an upload: a new repository, the question how files should come, a commit of files."""
+        path = request.path.partition("?")[0]
+        if self.refuses:
+            return self._send(request, self.refuses, {"X-Error-Message": "not for you"}, b"{}")
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            self.models.setdefault(name, {})
+            return self._send_json(request, {"url": f"{self.url}/{name}"})
+        for name, files in self.models.items():
+            if path.startswith(f"/api/models/{name}/preupload/"):
+                asked = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+                return self._send_json(request, {"files": [{**one, "shouldIgnore": False} for one in asked]})
+            if path.startswith(f"/api/models/{name}/commit/"):
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                url = f"{self.url}/{name}/commit/{REVISION}"
+                return self._send_json(request, {"success": True, "commitOid": REVISION, "commitUrl": url})
+        return self._send_json(request, {}) if path == "/api/validate-yaml" else self._send(request, 404, {})
+
+    def _send_json(self, request: BaseHTTPRequestHandler, content: object) -> None:
+        self._send(request, 200, {"Content-Type": "application/json"}, json.dumps(content).encode())
 
     def _redirect(self, request: BaseHTTPRequestHandler, file: str, headers: dict[str, str]) -> None:
         target = self.redirect_to or f"http://localhost:{self.port}/cdn/{file}"

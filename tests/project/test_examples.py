@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_the_loop_of_ones_own_learns_five_tasks_and_keeps_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "package"), [("lightning_loop", "lightning")])
+@pytest.mark.parametrize(("name", "package"), [("lightning_loop", "lightning"), ("transformers_loop", "transformers")])
 def test_an_example_in_the_loop_of_a_library_prints_fine_tuning_beside_the_untuned_method(name, package):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -33,4 +34,18 @@ def test_an_example_in_the_loop_of_a_library_prints_fine_tuning_beside_the_untun
     assert done.returncode == 0, done.stderr
     figures = dict(re.findall(r"^(fine-tuning|AGS-CL) +([\d.]+)%$", done.stdout, re.MULTILINE))
     assert float(figures["AGS-CL"]) > float(figures["fine-tuning"])
+    assert "kept every bit (guaranteed for good)" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_agents_of_stable_baselines_keep_the_first_environment():
+    if find_spec("stable_baselines3") is None:
+        pytest.skip("stable_baselines3 is not installed")
+    command = [sys.executable, str(EXAMPLES / "sb3_loop.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    scores = [[float(score) for score in re.findall(r"[a-z] +([\d.]+)", line)] for line in done.stdout.splitlines()]
+    (first, both), (ours, kept) = (pair for pair in pairwise(scores) if len(pair[1]) == 2)
+    assert both[0] < first[0], "fine-tuning forgets"
+    assert kept[0] > 0.8 * ours[0]
     assert "kept every bit (guaranteed for good)" in done.stdout

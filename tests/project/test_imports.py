@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "fast": {"system", "methods._parts", "training"},
     "reinforcement": LIBRARY | {"training"},
     "runs": {"system"},
-    "integrations": LIBRARY,
+    "integrations": LIBRARY | {"data", "runs"},
     "analysis": LIBRARY | {"tasks"},
     "testing": LIBRARY | {"tasks"},
     "experiments": LIBRARY | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "agscl"},
@@ -55,7 +55,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "reinforcement": {"PIL", "ale_py", "gymnasium"},
     "runs": {"safetensors"},
     "report": {"jinja2", "markupsafe", "vl_convert"},
-    "integrations": {"accelerate", "avalanche", "gymnasium", "lightning", "stable_baselines3", "transformers"},
+    "integrations": {
+        *("accelerate", "avalanche", "gymnasium", "huggingface_hub", "lightning"),
+        *("safetensors", "stable_baselines3", "transformers"),
+    },
     "cli": {"rich", "tyro"},
 }
 

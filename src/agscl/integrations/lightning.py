@@ -10,7 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from agscl.integrations._attach import begin_or_continue, check_method, follow_optimizers
+from agscl.integrations._attach import begin_or_continue, check_method, check_model, follow_optimizers
 from agscl.methods._parts.lifecycle import Forward, Method, find_ddp_parameters
 
 __all__ = ["LightningCallback"]
@@ -50,12 +50,7 @@ class LightningCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        model = self.method.model
-        if all(module is not model for module in pl_module.modules()):
-            raise ValueError(
-                f"The method was made of a {type(model).__name__} that is no part of this {type(pl_module).__name__}. "
-                "Make it of the model that the LightningModule holds, e.g. AGSCL(module.model, example_input)."
-            )
+        check_model(self.method, pl_module)
         if trainer.world_size > 1 and not self.method.heads.is_shared:
             # DistributedDataParallel, which wraps the model next, waits for the gradients of all it finds trainable
             self._frozen = [parameter for parameter in self._list_other_heads() if parameter.requires_grad]
