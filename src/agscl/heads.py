@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import count
 from typing import Any
 
@@ -138,6 +138,7 @@ class Heads:
     def __init__(self, model: nn.Module, place: HeadPlace | None = None) -> None:
         self.model, self.place = model, place
         self._container: nn.Module | None = None  # of the heads; None where `place` is a function
+        self._seen_heads: dict[str, tuple[nn.Module, dict[str, nn.Parameter]]] = {}  # with their parameters
         if place is None:
             if not isinstance(model, MultiHead):
                 raise ValueError(
@@ -214,6 +215,28 @@ class Heads:
         ids = {id(p) for task in tasks for p in self.get_head(task, tasks).parameters()}
         return {name: p for name, p in list_parameters(self.model).items() if id(p) in ids}
 
+    def recall_parameters(self, tasks: Sequence[str], trained: Set[int]) -> dict[str, nn.Parameter]:
+        """As `parameters`, without a look into heads seen before: there may be hundreds.
+
+        Only where optimizers hold a parameter (`trained`, their ids) that is not known, all are listed again: a loop
+        may have replaced some, e.g. by `load_state_dict(…, assign=True)`.
+        """
+        if not isinstance(self._container, nn.ModuleDict | nn.ModuleList):
+            return self.parameters(tasks)
+        found: dict[str, nn.Parameter] = {}
+        for key, head in self._container._modules.items():
+            assert head is not None
+            seen = self._seen_heads.get(key)
+            if seen is None or seen[0] is not head:
+                named = {f"{self.prefix}.{key}.{name}": p for name, p in list_parameters(head).items()}
+                seen = self._seen_heads[key] = (head, named)
+            found.update(seen[1])
+        known = {id(p) for p in found.values()}.union(map(id, self.list_trunk_parameters().values()))
+        if trained <= known:
+            return found
+        self._seen_heads.clear()
+        return self.parameters(tasks)
+
     def list_trunk_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters outside the module that holds the heads, by name; all where that is not known."""
         return list_parameters(self.model, skip=self._container)
@@ -223,18 +246,66 @@ class Heads:
         own_head = {id(p) for p in self.get_head(task, tasks).parameters()}
         return (p for p in self.parameters(tasks).values() if id(p) not in own_head)
 
+    def list_trunk_modules(self, tasks: Sequence[str]) -> dict[str, nn.Module]:
+        """Modules outside the heads of `tasks`, by name."""
+        found: dict[str, nn.Module] = {}
+        seen = {id(self._container)} if self._container is not None else self.modules(tasks)
+
+        def visit(module: nn.Module, name: str) -> None:
+            if id(module) in seen:
+                return
+            seen.add(id(module))
+            found[name] = module
+            for key, child in module._modules.items():
+                if child is not None:
+                    visit(child, f"{name}.{key}" if name else key)
+
+        visit(self.model, "")
+        return found
+
+    def list_task_parameters(self, task: str, tasks: Sequence[str]) -> dict[str, nn.Parameter]:
+        """Parameters of the trunk and of the head of `task`, by name: what a task may train. Old heads are not visited,
+        of which there may be hundreds; where heads are a function of the task, all parameters are listed."""
+        found = self.list_trunk_parameters()
+        if self._container is not None:
+            prefix, head = self._find_prefix(task, tasks), self.get_head(task, tasks)
+            known = {id(p) for p in found.values()}
+            own = list_parameters(head).items()
+            found.update({f"{prefix}.{name}": p for name, p in own if id(p) not in known})
+        return found
+
+    def list_outside_parameters(self, tasks: Sequence[str]) -> dict[str, nn.Parameter]:
+        """Parameters outside the heads of `tasks`, by name; a weight that the newest head shares is the head's."""
+        if self._container is None:
+            inside = {id(p) for p in self.parameters(tasks).values()}
+        else:
+            inside = {id(p) for task in tasks[-1:] for p in self.get_head(task, tasks).parameters()}
+        return {name: p for name, p in self.list_trunk_parameters().items() if id(p) not in inside}
+
+    def name_parameters(self, heads: Mapping[str, nn.Parameter]) -> dict[int, str]:
+        """The name of each of the model's parameters, by its id; `heads` are those that `parameters` lists."""
+        return {id(p): name for name, p in {**heads, **self.list_trunk_parameters()}.items()}
+
+    def _find_prefix(self, task: str, tasks: Sequence[str]) -> str:
+        """The name of the head of `task` in the model."""
+        if isinstance(self._container, nn.ModuleDict):
+            return f"{self.prefix}.{task}"
+        if isinstance(self._container, nn.ModuleList):
+            return f"{self.prefix}.{list(tasks).index(task)}"
+        if self._container is not None:
+            return self.prefix
+        head = self.get_head(task, tasks)
+        prefix: str = next(name for name, module in self.model.named_modules() if module is head)
+        return prefix
+
     def modules(self, tasks: Sequence[str]) -> set[int]:
         """Ids of all modules within the heads of `tasks`."""
         return {id(module) for task in tasks for module in self.get_head(task, tasks).modules()}
 
     def tensor_names(self, task: str, tasks: Sequence[str]) -> list[str]:
         """Names, in the model's state_dict, of the tensors of the head of `task`."""
-        head = self.get_head(task, tasks)
-        if isinstance(self._container, nn.ModuleDict):
-            prefix = f"{self.prefix}.{task}"
-        else:
-            prefix = next(name for name, module in self.model.named_modules() if module is head)
-        return [f"{prefix}.{name}" for name in head.state_dict()]
+        prefix = self._find_prefix(task, tasks)
+        return [f"{prefix}.{name}" for name in self.get_head(task, tasks).state_dict()]
 
     # Calling the model for a task ------------------------------------------------------------------------------------
 

@@ -700,6 +700,19 @@ def test_an_activation_that_is_not_supported_is_named() -> None:
         NodeGraph(model, args)
 
 
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(), nn.GELU()], ids=lambda module: type(module).__name__)
+def test_heads_are_only_offered_for_a_layer_that_may_be_the_output_layer(activation) -> None:
+    hidden = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 8), nn.ReLU())
+    with pytest.raises(NodeGraphError, match=r"trunk\.0: .* Use ReLU there\.") as caught:
+        NodeGraph(MultiHead(hidden), torch.randn(2, 8))
+    assert "head" not in str(caught.value)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(NodeGraphError, match="take it out of the trunk"):
+        NodeGraph(MultiHead(plain), torch.randn(2, 8))
+    with pytest.raises(NodeGraphError, match="name it with heads="):
+        NodeGraph(plain, torch.randn(2, 8))
+
+
 def test_an_excluded_module_that_runs_twice_reads_what_any_of_its_calls_reads() -> None:
     model, args = build("called twice")
     assert NodeGraph(model, args, exclude=["trunk.again"]).excluded_readers == {"trunk.again"}

@@ -417,13 +417,14 @@ def test_going_back_to_weights_from_before_a_pruning_is_warned_about():
         method.end_task(blobs(0))
 
 
-def test_averaged_weights_in_which_pruned_nodes_have_faded_give_no_warning():
+@pytest.mark.parametrize("rate", [0.3, 0.08])
+def test_averaged_weights_in_which_pruned_nodes_have_faded_give_no_warning(rate):
     method, optimizer = build()
     averages = {}
 
     def average(step):
         for name, value in method.model.state_dict().items():
-            averages[name] = averages.get(name, value).lerp(value, 0.3)
+            averages[name] = averages.get(name, value).lerp(value, rate)
 
     train(method, optimizer, 0, 80, told={"epochs": 20}, epoch=4, after_step=average, end=False)
     method.model.load_state_dict(averages)

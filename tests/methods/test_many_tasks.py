@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, HAT, MultiHead, PackNet
+from agscl import AGSCL, EWC, GPM, HAT, SI, WSN, LwF, MultiHead, PackNet
 from loops import make
 from trainers import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 
-METHODS = [AGSCL, HAT, PackNet, EWC]
+METHODS = [AGSCL, EWC, GPM, HAT, SI, WSN, LwF, PackNet]
 FEW, MANY = 10, 50
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
 
@@ -65,7 +65,7 @@ def count_work(cls: type) -> dict[int, dict[str, int]]:
     return work
 
 
-MAX_CALLS = {"begin_task": 25, "step": 3, "end_task": 35, "evaluation": 0.5, "certificate": 300, "state_dict": 8}
+MAX_CALLS = {"begin_task": 12, "step": 0.5, "end_task": 1.5, "evaluation": 0.5, "certificate": 350, "state_dict": 8}
 """For each task learned before. A certificate runs its head, and digests its weights and its outputs."""
 
 

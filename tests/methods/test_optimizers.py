@@ -288,3 +288,29 @@ def test_detached_hooks_leave_nothing_on_the_optimizer():
     learn(method, optimizer, 0, epochs=1)
     assert StepHooks.get(optimizer) is None
     assert not [name for name in vars(optimizer) if "agscl" in name]
+
+
+@pytest.mark.parametrize("cls", [EWC, HAT, PaperAGSCL])
+def test_an_lbfgs_object_can_be_used_for_all_tasks(cls):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(8), features=8)
+    method, optimizer = make(cls, model), torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for number in range(3):
+        task, (x, y) = f"t{number}", blobs(number)[0]
+        model.add_head(task, 3)
+        before = bits(model)
+        method.begin_task(task, optimizer, epochs=1, steps_per_epoch=2)
+
+        def closure(x=x, y=y, task=task):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x, task), y)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        changed = {name for name, tensor in bits(model).items() if not torch.equal(tensor, before[name])}
+        assert {name for name in changed if name.startswith("heads")} == {f"heads.{task}.weight", f"heads.{task}.bias"}
+        assert any(name.startswith("trunk") for name in changed)
+        method.end_epoch()
+        method.end_task(blobs(number))

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import agscl.methods._parts.batches as batches_module
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, LwF, MultiHead, PackNet, Together
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, WSN, LwF, MultiHead, PackNet, RWalk, Together
 from agscl.graph.nodes import NodeGraphError
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import SelfCheckWarning
@@ -127,6 +127,22 @@ def test_what_is_no_module_is_refused():
     ):
         with pytest.raises(TypeError, match="needs a torch module, got"):
             call()
+
+
+@pytest.mark.parametrize("cls", METHODS)
+def test_a_trunk_of_lazy_modules_works_or_is_refused_until_it_was_run_once(cls):
+    def learn(number):
+        method = make(cls, model)
+        train(method, adam(model), number)
+
+    x, _ = blobs(0)[0]
+    model = MultiHead(nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.LazyLinear(32), nn.ReLU()))
+    if issubclass(cls, NodeMethod) or cls in (SI, RWalk, PackNet, WSN):
+        with pytest.raises(ValueError, match=r"(?is)trunk\.0.* lazy.*run the model once on a batch") as caught:
+            learn(0)
+        assert "exclude" not in str(caught.value)
+        model.trunk(x)
+    learn(1)
 
 
 def test_a_model_called_with_its_arguments_in_the_wrong_order_says_so():
@@ -295,6 +311,30 @@ def test_all_heads_may_be_added_before_the_first_task(cls):
 
 
 # Another dtype -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [AGSCL, EWC])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_an_old_head_that_changed_between_tasks_is_warned_of(cls, changed):
+    method, model, optimizer = fresh(cls)
+    for number in range(2):
+        train(method, optimizer, number)
+    decay = torch.optim.SGD(model.heads[f"t{changed}"].parameters(), lr=0.1, weight_decay=0.1)
+    model.heads[f"t{changed}"](torch.zeros(1, 32)).sum().backward()
+    decay.step()
+    model.add_head("t2", 3)
+    with pytest.warns(SelfCheckWarning, match=f"heads of t{changed} changed .* before 't2' began"):
+        method.begin_task("t2", optimizer)
+
+
+def test_old_heads_that_were_written_with_their_own_bits_are_not_warned_of(recwarn):
+    method, model, optimizer = fresh(EWC)
+    for number in range(3):
+        train(method, optimizer, number)
+        model.load_state_dict(bits(model))
+    model.add_head("t3", 3)
+    method.begin_task("t3", optimizer)
+    assert not [w for w in recwarn if "changed" in str(w.message)]
 
 
 @pytest.mark.parametrize("cls", METHODS)

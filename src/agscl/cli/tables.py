@@ -29,6 +29,8 @@ OTHER_PURPOSES = {
 """What a method may store besides importances, anchors, masks and embeddings."""
 MAX_MATRIX_TASKS = 10
 """An accuracy matrix of more tasks does not fit 80 columns."""
+MAX_NAMED_TASKS = 5
+"""With more tasks, columns are headed by numbers."""
 AOPC_SHARES = (0.1, 0.25, 0.5, 1.0)
 """The shares of nodes pruned for which a study shows the AOPC."""
 
@@ -85,22 +87,25 @@ def _make_accuracy_matrix(title: str, tasks: list[str], accuracies: list[list[fl
         for index, task in enumerate(tasks):
             table.add_row(task, f"{100 * accuracies[index][index]:.1f}", f"{100 * accuracies[-1][index]:.1f}")
         return table
-    is_wide = len(tasks) > 5
-    columns = [str(index + 1) if is_wide else task for index, task in enumerate(tasks)]
-    table = make_table(f"{title}: accuracy on each task, %", "after learning", *columns)
-    for index, row in enumerate(accuracies):
-        label = f"{index + 1} {tasks[index]}" if is_wide else tasks[index]
-        table.add_row(label, *[f"{100 * accuracy:.{0 if is_wide else 1}f}" for accuracy in row])
-    return table
+    digits = 0 if len(tasks) > MAX_NAMED_TASKS else 1
+    return _make_matrix(f"{title}: accuracy on each task, %", tasks, accuracies, lambda a: f"{100 * a:.{digits}f}")
 
 
 def _make_score_matrix(title: str, tasks: list[str], scores: list[list[float]]) -> Table:
-    is_wide = len(tasks) > 5
+    def write_score(score: float) -> str:
+        return f"{score:.{0 if abs(score) >= 100 else 1}f}"
+
+    return _make_matrix(f"{title}: score on each task", tasks, scores, write_score)
+
+
+def _make_matrix(title: str, tasks: list[str], rows: list[list[float]], write: Callable[[float], str]) -> Table:
+    """A row for what each task left; with many tasks their numbers head the columns."""
+    is_wide = len(tasks) > MAX_NAMED_TASKS
     columns = [str(index + 1) if is_wide else task for index, task in enumerate(tasks)]
-    table = make_table(f"{title}: score on each task", "after learning", *columns)
-    for index, row in enumerate(scores):
+    table = make_table(title, "after learning", *columns)
+    for index, row in enumerate(rows):
         label = f"{index + 1} {tasks[index]}" if is_wide else tasks[index]
-        table.add_row(label, *[f"{score:.{0 if abs(score) >= 100 else 1}f}" for score in row])
+        table.add_row(label, *map(write, row))
     return table
 
 

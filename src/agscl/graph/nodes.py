@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -196,6 +197,7 @@ class NodeGraph:
                 similar = [other for other in modules if other.endswith(name)] or [other for other in modules if other]
                 raise ValueError(f"exclude: the model has no module {name!r}. It has: {', '.join(similar[:20])}.")
         self._head_names = self._find_head_names()
+        self._refuse_lazy_modules(modules)
         self._reader_only_layers = self._find_reader_only_layers()
         parameter_owners: dict[int, str] = {}
         refusals: list[Refusal] = []
@@ -235,6 +237,13 @@ class NodeGraph:
             reason = "it has no trained Linear or Conv layer outside its heads, so there are no nodes."
             remedy = "Check requires_grad, heads= and exclude=."
             raise NodeGraphError(Refusal(type(self.model).__name__, reason, remedy))
+
+    def _refuse_lazy_modules(self, modules: Mapping[str, nn.Module]) -> None:
+        outside = {name: module for name, module in modules.items() if not _is_within(name, self._head_names)}
+        lazy = [name for name, m in outside.items() if any(is_lazy(p) for p in m.parameters(recurse=False))]
+        call = "model.trunk(x)" if isinstance(self.model, MultiHead) else "model(x)"
+        remedy = f"Run the model once on a batch first: {call}."
+        _raise_if_any([Refusal(name, "it is lazy, so its weights have no shape yet.", remedy) for name in lazy])
 
     def _find_head_names(self) -> tuple[str, ...]:
         if self.heads is None:
@@ -450,7 +459,12 @@ class NodeGraph:
         )
         for layer in self.layers.values():
             if not bool(active[layer.groups].all()):
-                remedy = "Put a ReLU after it; if it is the output layer, name it with heads=."
+                remedy = "Use ReLU there." if self._other_activations else "Put a ReLU after it."
+                readers = [reader for reader in self.readers_of[layer.name] if not self.readers[reader].is_head]
+                if isinstance(self.model, MultiHead) and not readers:
+                    remedy += " If it is an output layer, take it out of the trunk: every task gets a head of its own."
+                elif not self.readers_of[layer.name]:
+                    remedy += " If it is the output layer, name it with heads=."
                 yield Refusal(layer.name, reason, remedy, (layer.name,))
 
     def _check_outputs(self, traces: Mapping[ProbePoint, NodeTrace]) -> None:

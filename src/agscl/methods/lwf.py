@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from agscl.graph.forward import switch_mode
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.plan import Plan
@@ -62,17 +63,18 @@ class LwFPlan(Plan):
                 "Let it take one, forward(x, task), or wrap its trunk in a MultiHead."
             )
         if not self.teacher:
-            heads = set() if method.heads.is_shared else self._find_head_tensors()
-            everything = {**dict(method.model.named_parameters()), **dict(method.model.named_buffers())}
-            self.teacher = {name: t.detach().clone() for name, t in everything.items() if id(t) not in heads}
+            self.teacher = {name: t.detach().clone() for name, t in self._list_teacher_tensors().items()}
         if isinstance(method.model, MultiHead):
             self._handle = method.model.trunk.register_forward_hook(self._remember_features)
 
-    def _find_head_tensors(self) -> set[int]:
-        heads, tasks = self.method.heads, self.method.tasks
-        modules = [heads.get_head(task, tasks) for task in tasks]
-        tensors = {id(t) for head in modules for t in (*head.parameters(), *head.buffers())}
-        return tensors | {id(p) for p in heads.parameters(tasks).values()}
+    def _list_teacher_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers outside the heads, or all where tasks share a head, by name."""
+        model, heads, tasks = self.method.model, self.method.heads, self.method.tasks
+        if heads.is_shared:
+            return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        modules = heads.list_trunk_modules(tasks).items()
+        buffers = {f"{name}.{key}".lstrip("."): b for name, m in modules for key, b in m._buffers.items()}
+        return {**heads.list_outside_parameters(tasks), **{name: b for name, b in buffers.items() if b is not None}}
 
     def _remember_features(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
@@ -150,18 +152,13 @@ class LwF(Method):
         """The teacher's outputs for the old tasks, in eval mode."""
         assert self.plan is not None
         teacher = self.plan.teacher
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
+        with switch_mode(self.model):
             if isinstance(self.model, MultiHead):
                 trunk = {n.removeprefix("trunk."): t for n, t in teacher.items() if n.startswith("trunk.")}
                 return self._run_heads(functional_call(self.model.trunk, trunk, (x,)), old_tasks)
             return [
                 self.call_model(x, task, lambda *args: functional_call(self.model, teacher, args)) for task in old_tasks
             ]
-        finally:
-            for module, training in modes:
-                module.training = training
 
     def _run_heads(self, features: Any, tasks: list[str]) -> list[Any]:
         """The output of each task's head of a `MultiHead` for the features."""

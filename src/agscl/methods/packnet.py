@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
@@ -66,7 +66,7 @@ class PackedWeight(NamedTuple):
     parameter: nn.Parameter
 
 
-class PackNetPlan(FrozenPartsPlan):
+class PackNetPlan(FixedWeightsPlan):
     """One task: it trains free weights, then those it kept when it was pruned."""
 
     method: PackNet
@@ -77,7 +77,6 @@ class PackNetPlan(FrozenPartsPlan):
         self.trained_names: list[str] = []  # packed weights that get a gradient in this task
         self.epoch = 0
         self.pruned_at_step = -1
-        self._fixed: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, where it is fixed, its values
 
     @property
     def is_pruned(self) -> bool:
@@ -119,11 +118,6 @@ class PackNetPlan(FrozenPartsPlan):
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
         self.restore_fixed()
 
-    @torch.no_grad()
-    def restore_fixed(self) -> None:
-        for weight, fixed, values in self._fixed:
-            weight.copy_(torch.where(fixed, values, weight))
-
     def end_epoch(self) -> None:
         self.epoch += 1
         assert self.epochs is not None
@@ -147,12 +141,6 @@ class PackNetPlan(FrozenPartsPlan):
         self.pruned_at_step = self.steps
         self.build()
         self.version += 1
-
-    def held_tensors(self) -> dict[str, list[Tensor]]:
-        return {
-            "anchors": [values for _, _, values in self._fixed],
-            "masks": [fixed for _, fixed, _ in self._fixed],
-        }
 
 
 class PackNet(FrozenPartsMethod):
@@ -203,7 +191,7 @@ class PackNet(FrozenPartsMethod):
         names = {id(p): name for name, p in trunk.items() if name in knowledge.owner}
         self._packed = [
             PackedWeight(module, key, names[id(p)], p)
-            for module in self.model.modules()
+            for module in self.heads.list_trunk_modules(self.tasks).values()
             for key, p in module._parameters.items()
             if p is not None and id(p) in names
         ]

@@ -61,7 +61,7 @@ class SPGPlan(FrozenPartsPlan):
         if not importances:
             return
         factors = {name: 1 - importance for name, importance in importances.items()}
-        parameters = dict(method.model.named_parameters())
+        parameters = method.heads.list_task_parameters(self.task, method.tasks)
         factor = method.head_factor()
         if not method.heads.is_shared:
             head = {id(p) for p in method.heads.get_head(self.task, method.tasks).parameters()}

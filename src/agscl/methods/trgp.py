@@ -280,7 +280,7 @@ class TRGP(SubspaceMethod):
 
     def _find_layers(self, name: str) -> list[nn.Module]:
         weight = self.model.get_parameter(name)
-        return [module for module in self.model.modules() if module._parameters.get("weight") is weight]
+        return [m for m in self.heads.list_trunk_modules(self.tasks).values() if m._parameters.get("weight") is weight]
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _pass_tasks.set({**_pass_tasks.get(), id(self): self.task_of_call(args, kwargs)})

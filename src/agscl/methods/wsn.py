@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
@@ -59,8 +59,8 @@ class WSNKnowledge(Knowledge):
     """Per masked weight, of its shape; each task continues with those of the one before."""
 
 
-class WSNPlan(FrozenPartsPlan):
-    """One task: its scores, which the optimizer trains, and the weights that earlier tasks use."""
+class WSNPlan(FixedWeightsPlan):
+    """One task: its scores, which the optimizer trains; the weights that earlier tasks use are fixed."""
 
     method: WSN
     saved: ClassVar[tuple[str, ...]] = ("scores_had_gradient",)
@@ -69,7 +69,6 @@ class WSNPlan(FrozenPartsPlan):
         super().__init__(*args)
         self.scores: dict[str, nn.Parameter] = {}  # they share their memory with the knowledge's
         self.scores_had_gradient = False
-        self._fixed: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, where it is used already, its values
 
     def attach(self) -> None:
         self.method.init_scores()
@@ -126,20 +125,9 @@ class WSNPlan(FrozenPartsPlan):
             if id(scores) in trained:
                 scores.grad = None  # the loop may clear the model's gradients, not the optimizer's
 
-    @torch.no_grad()
-    def restore_fixed(self) -> None:
-        for weight, used, values in self._fixed:
-            weight.copy_(torch.where(used, values, weight))
-
     def used_masks(self) -> dict[str, Tensor]:
         """Per masked weight, which of its entries earlier tasks use; nothing in the first task."""
         return dict(zip(self.scores, (used for _, used, _ in self._fixed), strict=False))
-
-    def held_tensors(self) -> dict[str, list[Tensor]]:
-        return {
-            "masks": [used for _, used, _ in self._fixed],
-            "anchors": [values for *_, values in self._fixed],
-        }
 
 
 class WSN(FrozenPartsMethod):
@@ -186,7 +174,7 @@ class WSN(FrozenPartsMethod):
         return name not in self.knowledge.scores
 
     def masked_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if name in self.knowledge.scores}
+        return {name: p for name, p in self.heads.list_trunk_parameters().items() if name in self.knowledge.scores}
 
     def init_scores(self) -> None:
         """Draw the first scores, if there are none yet, and let the masked weights' modules run masked."""
@@ -252,7 +240,8 @@ class WSN(FrozenPartsMethod):
         """Let the model, and every module that holds a masked weight, run with masked weights."""
         self._restore_forwards()
         masked = {id(p) for p in self.masked_parameters().values()}
-        holders = [m for m in self.model.modules() if any(id(p) in masked for p in m._parameters.values())]
+        modules = self.heads.list_trunk_modules(self.tasks).values()
+        holders = [m for m in modules if any(id(p) in masked for p in m._parameters.values())]
         self._masked_forwards = [MaskedForward(self, m) for m in dict.fromkeys([self.model, *holders])]
 
     def _restore_forwards(self) -> None:

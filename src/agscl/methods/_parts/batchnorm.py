@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from agscl.graph.forward import switch_mode
 from agscl.graph.nodes import NodeGraph
+from agscl.heads import Heads
 from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "StatisticsFreezer",
     "TaskStatisticsSwitcher",
     "find_batchnorms",
+    "find_trunk_batchnorms",
     "recompute_statistics",
 ]
 
@@ -28,8 +31,17 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def find_batchnorms(model: nn.Module) -> dict[str, _BatchNorm]:
     """The BatchNorms of a model that have running statistics, by name."""
-    batchnorms = ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-    return {name: module for name, module in batchnorms if module.running_mean is not None}
+    return _select_batchnorms(dict(model.named_modules()))
+
+
+def find_trunk_batchnorms(heads: Heads, tasks: Sequence[str]) -> dict[str, _BatchNorm]:
+    """Those outside the heads of `tasks`."""
+    return _select_batchnorms(heads.list_trunk_modules(tasks))
+
+
+def _select_batchnorms(modules: Mapping[str, nn.Module]) -> dict[str, _BatchNorm]:
+    norms = {name: module for name, module in modules.items() if isinstance(module, _BatchNorm)}
+    return {name: norm for name, norm in norms.items() if norm.running_mean is not None}
 
 
 class StatisticsFreezer:
@@ -219,15 +231,14 @@ def recompute_statistics(
     After a proximal step shrinks weights the running statistics lag behind, so that evaluation differs from training.
     Frozen channels stay as they are. Batches must be shuffled as in training.
     """
-    norms, modes = list(norms), [(module, module.training) for module in model.modules()]
+    norms = list(norms)
     saved = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    model.eval()
-    for norm in norms:
-        norm.train()
-        norm.momentum = None  # the plain mean over batches
-        norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # type: ignore[arg-type]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with switch_mode(model), torch.random.fork_rng(devices=[]):
+            for norm in norms:
+                norm.train()
+                norm.momentum = None  # the plain mean over batches
+                norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # type: ignore[arg-type]
             for batch in batches:
                 try:
                     forward(batch)
@@ -243,5 +254,3 @@ def recompute_statistics(
     finally:
         for norm, (momentum, tracked) in zip(norms, saved, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, tracked
-        for module, training in modes:
-            module.training = training

@@ -46,8 +46,8 @@ MIN_EPOCHS = 10
 END_SHARE = 0.75
 """When a task ends before all its prunings, a layer keeps at least this share of the nodes it then has: nothing can
 make up for those that go."""
-WOKEN_SHARE = 0.01
-"""A pruned group counts as woken above this share of the mean size of those that were kept."""
+WOKEN_SHARE = 0.1
+"""Pruned groups count as woken where their sizes add up to more than this share of those of the kept ones."""
 FIRST_STEP = 64
 """Where a task's length is not known: the step at which it is first pruned; then at twice as many, and so on."""
 
@@ -149,7 +149,7 @@ class NodePruner:
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
         sizes, free = measure_sizes(self.plan.graph, head), self.plan.method.knowledge.free
         kept = sizes[free & ~self.pruned]
-        return int((sizes[self.pruned] > WOKEN_SHARE * kept.mean()).sum())
+        return int((sizes[self.pruned] > 0).sum()) if sizes[self.pruned].sum() > WOKEN_SHARE * kept.sum() else 0
 
     def prune_(self, share: float) -> None:
         """Prune groups until this share of what each layer has above its budget is gone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class Capacity:
     def summarise(self) -> dict[str, Any]:
         """As plain values, with what all tasks and what the last task has taken."""
         layers = [
-            {**asdict(layer), "taken": sum(taken), "taken_by_last": taken[-1] if taken else 0}
+            {**vars(layer), "taken": sum(taken), "taken_by_last": taken[-1] if taken else 0}
             for layer in self.layers
             for taken in [list(layer.taken.values())]
         ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from agscl.heads import list_parameters
-from agscl.methods._parts.batchnorm import StatisticsFreezer, find_batchnorms
+from agscl.methods._parts.batchnorm import StatisticsFreezer, find_trunk_batchnorms
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.plan import Plan
 
-__all__ = ["FrozenPartsMethod", "FrozenPartsPlan"]
+__all__ = ["FixedWeightsPlan", "FrozenPartsMethod", "FrozenPartsPlan"]
 
 
 class FrozenPartsPlan(Plan):
@@ -29,15 +29,32 @@ class FrozenPartsPlan(Plan):
         if len(method.tasks) == 1:
             return
         self.freeze(p for name, p in method.find_trunk_parameters().items() if method.is_frozen(name))
-        norms = find_batchnorms(method.model)
-        heads = method.heads.modules(method.tasks) if norms else set()
-        self._frozen_norms = StatisticsFreezer({name: norm for name, norm in norms.items() if id(norm) not in heads})
+        self._frozen_norms = StatisticsFreezer(find_trunk_batchnorms(method.heads, method.tasks))
 
     def detach(self) -> None:
         super().detach()
         if self._frozen_norms is not None:
             self._frozen_norms.close()
             self._frozen_norms = None
+
+
+class FixedWeightsPlan(FrozenPartsPlan):
+    """Puts some entries of weights back after every step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._fixed: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # weight, where it is fixed, its values
+
+    @torch.no_grad()
+    def restore_fixed(self) -> None:
+        for weight, fixed, values in self._fixed:
+            weight.copy_(torch.where(fixed, values, weight))
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        return {
+            "anchors": [values for _, _, values in self._fixed],
+            "masks": [fixed for _, fixed, _ in self._fixed],
+        }
 
 
 class FrozenPartsMethod(Method):
@@ -51,5 +68,4 @@ class FrozenPartsMethod(Method):
 
     def find_trunk_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter outside the heads, by its name in the model."""
-        heads = {id(p) for p in self.heads.parameters(self.tasks).values()}
-        return {name: p for name, p in list_parameters(self.model).items() if id(p) not in heads}
+        return self.heads.list_outside_parameters(self.tasks)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
 from agscl.graph.forward import preserve_model_state
-from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
+from agscl.heads import HeadPlace, Heads, MultiHead
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.batches import Batches, explain_batch_errors
@@ -86,6 +86,7 @@ class Method:
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
         self.plan: plans.Plan | None = None  # of the task under way
+        self._head_versions: dict[str, int] = {}  # of old heads' parameters, as torch counts writes, when a task began
 
     @property
     def tasks(self) -> list[str]:
@@ -153,8 +154,12 @@ class Method:
                 self.plan.attach()
                 self.plan.build()
                 self.plan.start()
-        except BaseException:
+            self._warn_of_changed_heads(self.plan.head_parameters)
+        except BaseException as error:
             self.cancel_task()
+            lazy = [name for name, p in self.heads.list_trunk_parameters().items() if is_lazy(p)]
+            if lazy and type(error) is ValueError:
+                raise ValueError(f"{lazy[0]} is lazy and has no shape yet: run the model once on a batch.") from error
             raise
 
     def end_epoch(self) -> None:
@@ -188,8 +193,7 @@ class Method:
                 self._finish_task(checked, forward or self._default_forward)
             plan.detach()
             self.plan = None
-        head = self.heads.get_head(plan.task, self.tasks).state_dict()
-        digest = digest_tensors(head, list(head))
+        digest = self._digest_head(plan.task)
         self.knowledge.head_digests[plan.task] = digest
         self._check_ranks(plan.task, digest)
         self._record_outputs(plan.task)
@@ -269,7 +273,7 @@ class Method:
 
     def _restore_parameter_order(self, optimizers: Sequence[Optimizer]) -> None:
         """Give the optimizers' parameters the order they were saved in: torch loads their moments by position."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = self.heads.name_parameters(self.heads.parameters(self.tasks))
         for optimizer, groups in zip(optimizers, self.knowledge.parameter_order, strict=False):
             for group, order in zip(optimizer.param_groups, groups, strict=False):
                 position = {name: number for number, name in enumerate(order)}
@@ -477,7 +481,8 @@ class Method:
 
     def check_weights_finite(self) -> None:
         """Raise where training diverged, before the task becomes knowledge."""
-        trained = {name: p for name, p in list_parameters(self.model).items() if p.requires_grad and not is_lazy(p)}
+        parameters = self.heads.list_task_parameters(self.tasks[-1], self.tasks)  # no other head is trained
+        trained = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
         broken = [n for n, p in trained.items() if p.is_floating_point() and not bool(p.isfinite().all())]
         if broken:
             raise FloatingPointError(
@@ -509,9 +514,41 @@ class Method:
                 "meant, call close() of the other one first.",
             )
 
+    def _digest_head(self, task: str) -> str:
+        head = self.heads.get_head(task, self.tasks).state_dict()
+        return digest_tensors(head, list(head))
+
+    def _warn_of_changed_heads(self, heads: Mapping[str, nn.Parameter]) -> None:
+        """Warn where old heads changed between two tasks, when nothing protects them.
+
+        The newest of them is always compared; another only where torch has counted a write to it since the last task
+        began: there may be hundreds.
+        """
+        if self.heads.is_shared or "dtype" in self.knowledge.warned:
+            return
+        *others, current = self.tasks
+        before, digests, suspects = self._head_versions, self.knowledge.head_digests, others[-1:]
+        versions = {name: p._version for name, p in heads.items() if name in before or not is_lazy(p)}
+        if not before.items() <= versions.items():
+            written = {name for name, version in before.items() if versions.get(name, version) != version}
+            names = {task: self.heads.tensor_names(task, self.tasks) for task in others}
+            suspects = [task for task in others if task in suspects or written.intersection(names[task])]
+        for name in self.heads.tensor_names(current, self.tasks):  # which this task will write to
+            versions.pop(name, None)
+        self._head_versions = versions
+        changed = [task for task in suspects if task in digests and self._digest_head(task) != digests[task]]
+        if changed:
+            self.warn_once(
+                "changed heads",
+                f"The heads of {', '.join(changed)} changed after their tasks had ended and before {current!r} began, "
+                "when nothing protects them. Between end_task and begin_task take no optimizer step: its weight decay "
+                "and momentum change old heads too. To undo it, load the weights that the last task ended with.",
+            )
+
     def _list_dtypes(self) -> list[str]:
-        parameters = list_parameters(self.model).values()
-        return sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
+        """Of the trunk and the newest head; the others follow them."""
+        parameters = self.heads.list_task_parameters(self.tasks[-1], self.tasks) if self.tasks else {}
+        return sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.is_floating_point()})
 
     @property
     def _divergence_advice(self) -> str:

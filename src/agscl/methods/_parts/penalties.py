@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.heads import HeadPlace, list_parameters
-from agscl.methods._parts.batchnorm import StatisticsFreezer, TaskStatisticsSwitcher, find_batchnorms
+from agscl.methods._parts.batchnorm import (
+    StatisticsFreezer,
+    TaskStatisticsSwitcher,
+    find_batchnorms,
+    find_trunk_batchnorms,
+)
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.memory import ZERO, Memory, Outline
@@ -140,7 +145,7 @@ class WeightPlan(Plan):
 
     def _count_trained(self) -> list[int]:
         """How many weights each param group trains: a loop may add or unfreeze some within a task."""
-        return [sum(p.requires_grad for p in group["params"]) for o in self.optimizers for group in o.param_groups]
+        return [sum([p.requires_grad for p in group["params"]]) for o in self.optimizers for group in o.param_groups]
 
     def rebuild_if_changed(self) -> None:
         """Build again if the loop has changed which weights the optimizers train."""
@@ -192,9 +197,9 @@ def _clip_curvatures(
 
 def find_protected(method: Method) -> dict[str, nn.Parameter]:
     """All trained weights outside the heads, and a head that all tasks share, by name."""
-    heads = set() if method.heads.is_shared else {id(p) for p in method.heads.parameters(method.tasks).values()}
-    named = list_parameters(method.model).items()
-    return {name: p for name, p in named if p.requires_grad and id(p) not in heads}
+    heads = method.heads
+    named = list_parameters(method.model) if heads.is_shared else heads.list_outside_parameters(method.tasks)
+    return {name: p for name, p in named.items() if p.requires_grad}
 
 
 class WeightMethod(Method):
@@ -226,13 +231,11 @@ class WeightMethod(Method):
 
     def find_trunk_norms(self) -> dict[str, Any]:
         """The BatchNorms outside the heads, or all where tasks share a head."""
-        norms = find_batchnorms(self.model)
-        heads = set() if self.heads.is_shared or not norms else self.heads.modules(self.tasks)
-        return {name: norm for name, norm in norms.items() if id(norm) not in heads}
+        return find_batchnorms(self.model) if self.heads.is_shared else find_trunk_batchnorms(self.heads, self.tasks)
 
     def _prepare_task(self, task: str) -> None:
         """Let what is kept for each weight follow its dtype and device, which may have changed between tasks."""
-        parameters = list_parameters(self.model)
+        parameters = self.heads.list_task_parameters(task, self.tasks)
         for table in (getattr(self.knowledge, key) for key in self.knowledge.purposes):
             for name, tensor in table.items():
                 if name in parameters and isinstance(tensor, Tensor):
@@ -256,7 +259,7 @@ class WeightMethod(Method):
     def _sum_weighted_distances(self) -> Tensor:
         """Σ importance·(θ − anchor)²"""
         importances = self._current_importances()
-        parameters = list_parameters(self.model)
+        parameters = self.heads.list_task_parameters(self.tasks[-1], self.tasks) if self.tasks else {}
         total = next(self.model.parameters()).new_zeros((), dtype=torch.float64)
         if importances is not None and not importances:
             return total

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from agscl.heads import list_parameters
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.knowledge import load_attributes, save_attributes
 
@@ -42,6 +42,7 @@ class Plan:
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.steps = 0  # of the first optimizer, in this task
         self.version = 0  # counts up when what a step does has changed
+        self.head_parameters: Mapping[str, nn.Parameter] = {}  # of all heads, by name
         self.frozen: list[nn.Parameter] = []  # no step may change them: heads of other tasks, excluded modules
         self._requires_grad_before: list[tuple[nn.Parameter, bool]] = []  # of frozen parameters
         self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
@@ -52,12 +53,16 @@ class Plan:
     def attach(self) -> None:
         """Hook the optimizers, give them the new head, freeze the other heads."""
         method = self.method
-        names = {id(p): name for name, p in list_parameters(method.model).items()}
-        self._add_head_to_optimizer(names)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        trained = {id(p) for group in groups for p in group["params"]}
+        heads = self.head_parameters = method.heads.recall_parameters(method.tasks, trained)
+        names = method.heads.name_parameters(heads)
+        self._add_head_to_optimizer(groups, trained, names)
         self._average_head()
         method.knowledge.parameter_order = self._list_parameter_order(names)
         if not method.heads.is_shared:
-            self.freeze(method.heads.other_parameters(self.task, method.tasks))
+            own_head = {id(p) for p in method.heads.get_head(self.task, method.tasks).parameters()}
+            self.freeze(p for p in heads.values() if id(p) not in own_head)
         for optimizer in self.optimizers:
             StepHooks.attach(optimizer, self)
 
@@ -72,7 +77,7 @@ class Plan:
         for optimizer in self.optimizers:
             StepHooks.detach(optimizer, self)
         for parameter, required in reversed(self._requires_grad_before):
-            parameter.requires_grad_(required)
+            parameter.requires_grad = required
         self.frozen, self._requires_grad_before = [], []
 
     def cancel(self) -> None:
@@ -80,15 +85,17 @@ class Plan:
         self.detach()
         for group, parameter in self._added_parameters:
             remove_parameter(group, parameter)
+        if self._added_parameters:
+            self._restart_lbfgs()
 
-    def _add_head_to_optimizer(self, names: Mapping[int, str]) -> None:
+    def _add_head_to_optimizer(
+        self, groups: Sequence[dict[str, Any]], trained: Set[int], names: Mapping[int, str]
+    ) -> None:
         """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
-        heads, tasks = self.method.heads, self.method.tasks
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        trained = {id(p) for group in groups for p in group["params"]}
-        head_ids = {id(p) for p in heads.parameters(tasks).values()} if len(groups) > 1 else set()
+        head = self.method.heads.get_head(self.task, self.method.tasks)
+        head_ids = {id(p) for p in self.head_parameters.values()} if len(groups) > 1 else set()
         target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
-        for parameter in heads.get_head(self.task, tasks).parameters():
+        for parameter in head.parameters():
             if id(parameter) not in trained:
                 self._add_to_group(target, parameter, names[id(parameter)])
 
@@ -97,6 +104,14 @@ class Plan:
         if "param_names" in group:  # of an optimizer made of named_parameters()
             group["param_names"].append(name)
         self._added_parameters.append((group, parameter))
+        self._restart_lbfgs()
+
+    def _restart_lbfgs(self) -> None:
+        """LBFGS keeps vectors as long as all its parameters together: let it start anew where some came or went."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.state.clear()
+                optimizer._numel_cache = None
 
     def _average_head(self) -> None:
         """Where ranks train together, let them start with one head, and average its gradients if DDP will not."""
@@ -104,7 +119,7 @@ class Plan:
         if not (dist.is_available() and dist.is_initialized()) or method.averaged_by_ddp is None:
             return
         for parameter in method.heads.get_head(self.task, method.tasks).parameters():
-            if id(parameter) not in method.averaged_by_ddp and not isinstance(parameter, UninitializedParameter):
+            if id(parameter) not in method.averaged_by_ddp and not is_lazy(parameter):
                 dist.broadcast(parameter.detach(), 0)
                 self._averaged.append(parameter)
 
@@ -115,15 +130,21 @@ class Plan:
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Freeze parameters until the end of this task."""
+        # a lazy one is of a head that no forward pass has run yet
+        chosen = [p for p in parameters if type(p) is nn.Parameter or not is_lazy(p)]
+        if not chosen:
+            return
         plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
         earlier = {id(p): required for plan in plans for p, required in plan._requires_grad_before}
-        for parameter in parameters:  # what another method froze already was trainable before
-            if isinstance(parameter, UninitializedParameter):  # of a head that no forward pass has run yet
-                continue
-            self._requires_grad_before.append((parameter, earlier.get(id(parameter), parameter.requires_grad)))
-            parameter.requires_grad_(False)
-            parameter.grad = None
-            self.frozen.append(parameter)
+        before = [(p, p.requires_grad) for p in chosen]
+        if earlier:  # what another method froze already was trainable before
+            before = [(p, earlier.get(id(p), required)) for p, required in before]
+        self._requires_grad_before += before
+        for parameter in chosen:
+            parameter.requires_grad = False
+            if parameter.grad is not None:
+                parameter.grad = None
+        self.frozen += chosen
 
     # The phases of a step; empty unless overridden -------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ def measure_gradients(
     sums = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
     }
-    scorer = _ScoredModel(model, score)
-    weights = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    scorer = _ScoredModel(model, score, _find_places(model, parameters) if batch_size is None else {})
+    weights = {name: p.detach() for name, p in parameters.items()}
     device = next(iter(parameters.values())).device
     size = sum(p.numel() for p in parameters.values())
     max_gradients = min(MAX_SAMPLES, MAX_FLOATS.get(device.type, MAX_FLOATS_ELSEWHERE) // max(1, size))
@@ -83,12 +83,38 @@ def as_one_value(value: Any) -> tuple[Tensor, Tensor]:
 class _ScoredModel(nn.Module):
     """`score` as a module around the model, so that `functional_call` can replace the parameters."""
 
-    def __init__(self, model: nn.Module, score: Score) -> None:
+    def __init__(self, model: nn.Module, score: Score, places: Mapping[str, list[str]]) -> None:
         super().__init__()
-        self.model, self.score = model, score
+        self.model, self.score, self._places = model, score, places
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         return self.score(batch)
+
+    def call_with(self, weights: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
+        """As `forward`, with other values of some parameters."""
+        replaced = {f"model.{place}": weight for name, weight in weights.items() for place in self._places[name]}
+        result: tuple[Tensor, Tensor] = functional_call(self, replaced, (batch,), tie_weights=False)
+        return result
+
+
+def _find_places(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """All names of each parameter, of which a tied one has several: `functional_call` would look for them in every
+    call, in all heads."""
+    names = {id(p): name for name, p in parameters.items()}
+    places: dict[str, list[str]] = {name: [] for name in parameters}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        seen.add(id(module))
+        for key, p in module._parameters.items():
+            if id(p) in names:
+                places[names[id(p)]].append(prefix + key)
+        for key, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                visit(child, f"{prefix}{key}.")
+
+    visit(model, "")
+    return places
 
 
 def _sum_sample_gradients(
@@ -107,7 +133,7 @@ def _sum_sample_gradients(
         )
 
         def weighted_values(parameters: dict[str, Tensor]) -> Tensor:
-            values, value_weights = functional_call(scorer, parameters, (batch,))
+            values, value_weights = scorer.call_with(parameters, batch)
             weighted: Tensor = values * value_weights.detach() ** (1 / power)
             return weighted
 

@@ -170,7 +170,7 @@ class SubspaceMethod(FrozenPartsMethod):
         names = {id(p): name for name, p in self.find_trunk_parameters().items()}
         layer_inputs: dict[str, list[Tensor]] = {}
         with preserve_model_state(self.model), ExitStack() as stack:
-            for module in self.model.modules():
+            for module in self.heads.list_trunk_modules(self.tasks).values():
                 weight = module._parameters.get("weight")
                 if isinstance(module, LAYERS) and id(weight) in names:
                     name = names[id(weight)]
