@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help run check test slow nightly wheel bench docs clean
+.PHONY: help run check test slow nightly wheel bench docs site clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -43,5 +43,14 @@ docs: $(READY)  ## the tables and figures of README and docs/, made from results
 	$(BIN)/python docs/make_docs.py
 	$(BIN)/python docs/make_pages.py
 
-clean:  ## remove the environment, dist/ and caches, never runs/
-	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+SITE := .venv/.site
+
+$(SITE): $(READY)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[cli,dev,site]'
+	@touch $@
+
+site: $(SITE)  ## site/: the documentation as a web site, with a page per method and the reference; needs no network
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:  ## remove the environment, dist/, site/ and caches, never runs/
+	rm -rf .venv dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,7 +17,7 @@ from typing import Any
 
 Result = dict[str, Any]
 HOME = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/results.md", "docs/reproduce.md"]
+PAGES = ["README.md", "docs/results.md", "docs/reproduce.md", "docs/which_method.md"]
 COLUMNS = (("average_accuracy", 100, 1), ("plasticity", 1, 3), ("stability", 1, 3), ("forgetting", 100, 1))
 NAMES = {"finetune": "fine-tuning", "agscl": "AGS-CL", "paper-agscl": "AGS-CL, the paper's form"}
 
@@ -222,6 +222,30 @@ def comparison(result: Result) -> str:
         parts = [_spread_of(row[key], scale, digits) for key, scale, digits in COLUMNS]
         lines.append(f"| {name} | " + " | ".join(parts) + " |")
     return "\n".join([*lines, "", f"Seeds 0 to {result['seeds'] - 1}. {source(result)}"])
+
+
+CHOICES = ("agscl", "packnet", "wsn", "hat", "trgp", "lwf", "gpm", "ewc", "si", "finetune")
+
+
+@made_from("digits_comparison")
+def choice(result: Result) -> str:
+    """What each method reached on digits and on images, and what it stores, for the page that helps to choose."""
+    stored, images = load("memory"), load("tinyimagenet32")
+    lines = [
+        "| method | forgetting, digits, % | accuracy, digits, % | accuracy, Tiny ImageNet, % | stored, AlexNet |",
+        "|---|---|---|---|---|",
+    ]
+    for name in CHOICES:
+        row, bytes_ = result["methods"][name], "not measured"
+        cells = [_spread_of(row[key], 100, 1) for key in ("forgetting", "average_accuracy")]
+        on_images = (images or {"methods": {}})["methods"].get(name)
+        cells.append(_spread_of(on_images["average_accuracy"], 100, 1) if on_images else "not measured")
+        if stored and (found := stored["networks"]["alexnet"]["methods"].get(name)):
+            amount = megabytes(found["counts"]["bytes"])
+            bytes_ = "nothing" if amount == "–" else ("at most " if "bytes" in found["at_most"] else "") + amount
+        lines.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} | {bytes_} |")
+    files = ", ".join(f"`results/{name}.json`" for name in ("digits_comparison", "tinyimagenet32", "memory"))
+    return "\n".join([*lines, "", f"Digits: {result['seeds']} seeds. From {files}."])
 
 
 def compared(result: Result) -> str:
@@ -692,6 +716,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "omniglot5": omniglot5,
     "omniglot50": omniglot50,
     "comparison": comparison,
+    "choice": choice,
     "tinyimagenet32": made_from("tinyimagenet32")(compared),
     "search": made_from("search/tinyimagenet32")(search),
     "search-wide": made_from("search/tinyimagenet32-wide")(search),

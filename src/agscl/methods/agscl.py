@@ -235,6 +235,11 @@ class AGSCL(NodeMethod):
     """
 
     title = "AGS-CL"
+    formula = (
+        "within a task: at most k free nodes of a layer differ from 0, and important nodes equal their anchors",
+        "k = ⌈budget · free nodes⌉, or ⌈free nodes / tasks left⌉ where budget is a number of tasks",
+        "after it: Ω ← ηΩ + mean ReLU activation; a node with Ω > 0 is important",
+    )
     search: ClassVar[tuple[SearchAxis, ...]] = (SearchAxis("budget", values=(0.1, 0.15, 0.2, 0.25, 0.35, 0.5)),)
     Config = AGSCLConfig
     config: AGSCLConfig

@@ -81,6 +81,10 @@ class EWC(WeightMethod):
     """
 
     title = "EWC"
+    formula = (
+        "loss + λ/2 Σ F (θ − θ*)²",
+        "F = E[(∂ log p(y | x) / ∂θ)²], the diagonal of the Fisher information, at the end of a task",
+    )
     search = (SearchAxis("lam", FACTORS),)
     Config = EWCConfig
     config: EWCConfig

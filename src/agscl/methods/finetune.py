@@ -11,3 +11,4 @@ class FineTune(Method):
     """Plain training of a multi-head model, task after task. The heads of other tasks stay untouched."""
 
     title = "fine-tuning"
+    formula = ("the task's loss alone",)

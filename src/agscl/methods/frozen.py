@@ -16,6 +16,7 @@ class Frozen(FrozenPartsMethod):
     """
 
     title = "frozen"
+    formula = ("from the second task on: Δθ = 0 below the heads",)
 
     def is_frozen(self, name: str) -> bool:
         return True

@@ -35,6 +35,10 @@ class GPM(SubspaceMethod):
     """
 
     title = "GPM"
+    formula = (
+        "g ← g − g B Bᵀ for each layer, and so the total change of its weights since the task began",
+        "B: the directions that hold the share ε of the energy of the old tasks' inputs to the layer",
+    )
     search = (SearchAxis("threshold", values=(0.9, 0.95, 0.97, 0.99)),)
     Config = GPMConfig
     config: GPMConfig

@@ -267,6 +267,12 @@ class HAT(NodeMethod):
     """
 
     title = "HAT"
+    formula = (
+        "loss + c Σ m (1 − m_prev) / Σ (1 − m_prev), with gates m = σ(s·e) on the nodes",
+        "s rises from 1/s_max to s_max within each epoch",
+        "a weight from node i into node j: Δθ ← (1 − min(m_prev,i, m_prev,j)) Δθ",
+        "m_prev: the largest gate of all earlier tasks",
+    )
     search = (SearchAxis("c", FACTORS),)
     Config = HATConfig
     config: HATConfig

@@ -39,6 +39,7 @@ class L2(WeightMethod):
     """
 
     title = "L2"
+    formula = ("loss + λ/2 Σ (θ − θ*)²",)
     search = (SearchAxis("lam", FACTORS),)
     Config = L2Config
     config: L2Config

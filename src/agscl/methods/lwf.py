@@ -114,6 +114,10 @@ class LwF(Method):
     """
 
     title = "LwF"
+    formula = (
+        "loss − λ Σ_old tasks Σ softmax(old / T) · log softmax(new / T)",
+        "old: the outputs of old heads for this input as the task began; new: those now",
+    )
     search = (SearchAxis("weight", FACTORS),)
     Config = LwFConfig
     config: LwFConfig

@@ -55,6 +55,10 @@ class MAS(WeightMethod):
     """
 
     title = "MAS"
+    formula = (
+        "loss + λ/2 Σ Ω (θ − θ*)²",
+        "Ω = E[|∂‖f(x)‖² / ∂θ|] over a task's inputs, added up over tasks",
+    )
     search = (SearchAxis("lam", FACTORS),)
     Config = MASConfig
     config: MASConfig

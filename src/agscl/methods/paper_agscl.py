@@ -36,6 +36,12 @@ class PaperAGSCL(AGSCL):
     """
 
     title = "AGS-CL paper"
+    formula = (
+        "loss + μ Σ_free ‖θ‖ + λ Σ_important Ω ‖θ − anchor‖, by a proximal step each epoch; α: learning rate",
+        "free: θ ← (1 − αμ / ‖θ‖)₊ θ",
+        "important: θ ← γθ + (1 − γ) anchor, γ = (1 − αλΩ / ‖θ − anchor‖)₊",
+        "after a task: Ω ← ηΩ + mean ReLU activation; a node with Ω > 0 is important",
+    )
     search = (
         SearchAxis("lam", FACTORS),
         SearchAxis("mu", (0.5, 0.75, 1.5, 2.0)),

@@ -119,6 +119,11 @@ class RWalk(PathMethod):
     """
 
     title = "RWALK"
+    formula = (
+        "loss + λ Σ (F + s)(θ − θ*)²",
+        "each step: F ← αg² + (1 − α)F and s_task ← s_task − g·Δθ / (½F·Δθ² + ε)",
+        "after a task: s ← (s + s_task) / 2",
+    )
     search = (SearchAxis("lam", FACTORS),)
     Config = RWalkConfig
     config: RWalkConfig

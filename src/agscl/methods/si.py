@@ -59,6 +59,10 @@ class SI(PathMethod):
     """
 
     title = "SI"
+    formula = (
+        "loss + c Σ Ω (θ − θ*)²",
+        "W = Σ over steps of −g·Δθ; after a task: Ω ← Ω + W / ((θ − θ_start)² + ξ)",
+    )
     search = (SearchAxis("c", FACTORS),)
     Config = SIConfig
     config: SIConfig

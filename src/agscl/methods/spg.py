@@ -117,6 +117,10 @@ class SPG(FrozenPartsMethod):
     """
 
     title = "SPG"
+    formula = (
+        "Δθ ← (1 − γ) Δθ",
+        "γ = max over tasks of |tanh((g − mean g) / std g)|, over the entries of each weight tensor",
+    )
     Config = SPGConfig
     config: SPGConfig
     Knowledge = SPGKnowledge

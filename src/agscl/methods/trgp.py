@@ -218,6 +218,10 @@ class TRGP(SubspaceMethod):
     """
 
     title = "TRGP"
+    formula = (
+        "a layer runs with W + Σ_j W B_j (Q_j − I) B_jᵀ over the related old tasks j; Q_j is trained from I",
+        "ΔW ← ΔW − ΔW B Bᵀ, as in GPM",
+    )
     search = (SearchAxis("threshold", values=(0.9, 0.95, 0.97, 0.99)),)
     Config = TRGPConfig
     config: TRGPConfig

@@ -153,6 +153,10 @@ class WSN(FrozenPartsMethod):
     """
 
     title = "WSN"
+    formula = (
+        "a task runs with W ⊙ m, where m is 1 for the round(c·n) weights of a layer with the largest |score|",
+        "ΔW ← ΔW ⊙ (1 − M), M: the weights that earlier tasks use",
+    )
     search = (SearchAxis("c", values=(0.03, 0.05, 0.1, 0.3, 0.5)),)
     Config = WSNConfig
     config: WSNConfig

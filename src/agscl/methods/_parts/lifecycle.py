@@ -62,6 +62,8 @@ class Method:
 
     title: ClassVar[str] = ""
     """Its name in tables; the first line of the class's docstring says what it does."""
+    formula: ClassVar[tuple[str, ...]] = ()
+    """What it adds to the loss or does to weights, line by line, in the letters of its settings; for its page."""
     Config: ClassVar[type[Any]] = NoSettings
     Knowledge: ClassVar[type[kept.Knowledge]] = kept.Knowledge
     Plan: ClassVar[type[plans.Plan]] = plans.Plan

@@ -1,0 +1,42 @@
+"""Run the notebooks in docs/notebooks/ and keep them with their outputs.
+
+python docs/make_notebooks.py    # needs the extra `site`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+NOTEBOOKS = Path(__file__).resolve().parent / "notebooks"
+
+
+def run_notebook(path: Path) -> dict[str, Any]:
+    """The notebook with the outputs of a fresh run, without what differs from run to run (times, versions)."""
+    import nbformat
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    kernel = AsyncKernelManager(
+        kernel_name="python3", transport="ipc"
+    )  # TCP would be open to other users of the machine
+    NotebookClient(notebook, timeout=600, km=kernel).execute()
+    for number, cell in enumerate(notebook.cells):
+        cell.id, cell.metadata = f"cell-{number}", {}
+    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return notebook
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same sums in the same order on every machine
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        notebook = run_notebook(path)
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+        print(path.name)
+
+
+if __name__ == "__main__":
+    main()
