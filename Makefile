@@ -50,7 +50,7 @@ $(SITE): $(READY)
 	@touch $@
 
 site: $(SITE)  ## site/: the documentation as a web site, with a page per method and the reference; needs no network
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment, dist/, site/ and caches, never runs/
 	rm -rf .venv dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

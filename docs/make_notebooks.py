@@ -20,12 +20,14 @@ def run_notebook(path: Path) -> dict[str, Any]:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    kernel = AsyncKernelManager(
-        kernel_name="python3", transport="ipc"
-    )  # TCP would be open to other users of the machine
+    # over TCP, other users of the machine could listen
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
     NotebookClient(notebook, timeout=600, km=kernel).execute()
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
+        if printed := "".join(output.text for output in cell.get("outputs", []) if output.output_type == "stream"):
+            others = [output for output in cell.outputs if output.output_type != "stream"]
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed), *others]
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     return notebook
 

@@ -107,7 +107,7 @@ def describe_method(name: str, method: type[Any]) -> str:
 
     first_line, details = split_docstring(method)
     module = inspect.getmodule(method)
-    origin = fence_examples(inspect.getdoc(module) or "")
+    origin = "\n\n".join((inspect.getdoc(module) or "").split("\n\n")[:2])  # whose it is, and the idea
     path = Path(inspect.getfile(method)).resolve().relative_to(HOME)
     blocks = [f"# {method.title}", f"**{first_line}**", origin]
     blocks += ["## Formula", "<blockquote><p>" + "<br>".join(map(html.escape, method.formula)) + "</p></blockquote>"]

@@ -212,7 +212,7 @@ class DigitsLoop:
         return float((output.argmax(1) == task.test_y).float().mean())
 
     def accuracy_matrix(self, make: MakeMethod) -> list[list[float]]:
-        """A[i][j]: accuracy on task j after learning task i."""
+        """`A[i][j]`: accuracy on task j after learning task i."""
         model = self.make_model()
         method, optimizer = make(model), self.make_optimizer(model)
         matrix = []

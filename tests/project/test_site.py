@@ -70,7 +70,7 @@ def test_the_page_of_a_method_has_its_formula_and_all_its_settings(maker):
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_has_a_page_for_every_method(maker, tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in find_methods():
