@@ -16,13 +16,13 @@ NOTEBOOKS = Path(__file__).resolve().parent / "notebooks"
 def run_notebook(path: Path) -> dict[str, Any]:
     """The notebook with the outputs of a fresh run, without what differs from run to run (times, versions)."""
     import nbformat
-    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     notebook = nbformat.read(path, as_version=4)
     # over TCP, other users of the machine could listen
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
-    NotebookClient(notebook, timeout=600, km=kernel).execute()
+    settings = Config(KernelManager={"transport": "ipc"})
+    NotebookClient(notebook, timeout=600, kernel_name="python3", config=settings).execute()
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
         if printed := "".join(output.text for output in cell.get("outputs", []) if output.output_type == "stream"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,27 @@ def test_pages_are_made_of_results_that_are_not_complete_too():
     )
     variant = {"variant": "η 0.5", **row, "gain": nothing, "learned": one, "free_at_the_end": one}
     assert "| η 0.5 | 50.0 | – | 50.0 |" in made.variants({**head, "rows": [variant]})
+
+
+# Code -----------------------------------------------------------------------------------------------------------------
+
+
+def code_blocks(page: Path) -> list[str]:
+    """The blocks of Python on a page; of a session at the prompt, what is typed."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    parser = doctest.DocTestParser()
+    return ["".join(e.source for e in parser.get_examples(block)) if ">>>" in block else block for block in blocks]
+
+
+@pytest.mark.parametrize("page", sorted((HOME / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_every_block_of_code_parses_and_imports_names_that_exist(page):
+    for block in code_blocks(page):
+        for node in ast.walk(ast.parse(textwrap.dedent(block.replace("…, ", "")))):  # …: what is left out
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "agscl":
+                defined = importlib.util.find_spec(node.module)
+                assert defined is not None, f"{page.name}: no module {node.module}"
+                for name in node.names:
+                    assert re.search(rf"\b{name.name}\b", Path(defined.origin).read_text()), f"{page.name}: {name.name}"
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
