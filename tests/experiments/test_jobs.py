@@ -33,7 +33,9 @@ def test_workers_start_with_ctrl_c_blocked():
         def submit(self, *work):
             return frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
-    (blocked,) = jobs._submit_jobs(Pool(), ["job"], 1.0)
+    workers = jobs.LocalWorkers(1, 1.0)
+    workers._pool = Pool()
+    blocked = workers.submit("job")
     assert signal.SIGINT in blocked
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
