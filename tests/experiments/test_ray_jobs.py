@@ -19,8 +19,8 @@ from results import reproducible_part
 
 HOME = Path(__file__).parents[2]
 COMPARE = [
-    *("compare", "digits", "--methods", "ewc", "--seeds", "2", "--epochs", "2", "--name", "some"),
-    *("--checkpoint-every", "0.05"),
+    *("compare", "digits", "--methods", "ewc", "--seeds", "1", "--epochs", "60", "--name", "some"),
+    *("--checkpoint-every", "0.1"),
 ]
 
 
