@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,28 @@ def test_an_address_that_does_not_answer_is_an_error_that_says_what_to_start(env
     assert code == 1
     assert "no Ray cluster answers at 127.0.0.1:9" in output
     assert "ray start --head" in output
+
+
+@pytest.mark.slow
+def test_a_port_behind_which_there_is_no_ray_is_an_error_too(environment, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        code, output = try_address(tmp_path, address, environment)
+    assert code == 1
+    assert address in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_see_the_runs_folder_is_an_error(cluster, environment, tmp_path):
+    script = (
+        "from pathlib import Path; from agscl.experiments import ray_jobs\n"
+        f"ray_jobs._connect({cluster.address!r}, None)\n"
+        "ray_jobs._check_nodes({Path('/nowhere'): Path('/nowhere/token')})"
+    )
+    tried = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert "RunError: node " in tried.stderr
+    assert "does not see /nowhere. Put --runs on a file system that all nodes share" in tried.stderr
 
 
 @pytest.mark.slow
