@@ -17,7 +17,7 @@ from typing import Any
 
 Result = dict[str, Any]
 HOME = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/results.md", "docs/reproduce.md", "docs/which_method.md"]
+PAGES = ["README.md", "docs/results.md", "docs/reproduce.md", "docs/which_method.md", "docs/cluster.md"]
 COLUMNS = (("average_accuracy", 100, 1), ("plasticity", 1, 3), ("stability", 1, 3), ("forgetting", 100, 1))
 NAMES = {"finetune": "fine-tuning", "agscl": "AGS-CL", "paper-agscl": "AGS-CL, the paper's form"}
 
@@ -569,6 +569,29 @@ def large_runs(result: Result) -> str:
     )
 
 
+def cluster_times() -> str:
+    """What the measured tables take on more GPUs, if as many runs share each of them as did when they were measured."""
+    lines = ["| table | methods × seeds | runs at a time | a run | one H200 | eight | one for each run |"]
+    lines.append("|---" * 7 + "|")
+    total, longest = 0.0, 0.0
+    for name in ("tinyimagenet32", "cifar10-tiny", "five", "omniglot-plain"):
+        result = load(name)
+        if result is None:
+            return ""
+        seconds = [each for row in result["methods"].values() for each in row["seconds"]]
+        seeds, jobs = max(len(row["seconds"]) for row in result["methods"].values()), result["jobs"]
+        spent = [max(sum(seconds) / (gpus * jobs), max(seconds)) / 60 for gpus in (1, 8, len(seconds))]
+        total, longest = total + spent[0], max(longest, spent[2])
+        lines.append(
+            f"| `{name}` | {len(result['methods'])} × {seeds} | {jobs} | {min(seconds):.0f} to {max(seconds):.0f} s | "
+            + " | ".join(f"{minutes:.0f} min" for minutes in spent)
+            + " |"
+        )
+    spent = [total, max(total / 8, longest), longest]
+    lines.append("| all, at the same time | | | | " + " | ".join(f"{minutes:.0f} min" for minutes in spent) + " |")
+    return "\n".join(lines)
+
+
 @made_from("benchmarks/fast_cuda")
 def without_fast(result: Result) -> str:
     """Seconds for the ten tasks without --fast: with captured steps, and with steps one by one."""
@@ -741,6 +764,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "one-seed": one_seed,
     "table-runs": table_runs,
     "large-runs": large_runs,
+    "cluster-times": cluster_times,
     "without-fast": without_fast,
     "cuda-tests": cuda_tests,
     "agree": agree,

@@ -1,10 +1,12 @@
 import signal
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from agscl.experiments import compare, jobs
 from agscl.experiments.run import Interrupted
+from agscl.runs import Checkpoints
 
 
 def test_any_exception_stops_the_running_jobs_and_they_store_a_checkpoint(tmp_path):
@@ -33,7 +35,9 @@ def test_workers_start_with_ctrl_c_blocked():
         def submit(self, *work):
             return frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
-    (blocked,) = jobs._submit_jobs(Pool(), ["job"], 1.0)
+    workers = jobs.LocalWorkers(1, 1.0)
+    workers._pool = Pool()
+    blocked = workers.submit("job")
     assert signal.SIGINT in blocked
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
@@ -51,6 +55,39 @@ def test_a_stop_request_while_the_last_job_ends_is_not_lost(tmp_path):
             on_progress=lambda running: done.append(None) if done else None,  # the last look, after the last end
         )
     assert plan[0].is_finished
+
+
+class LosingWorkers:
+    """Workers that are lost so many times; with or without a checkpoint before each loss."""
+
+    def __init__(self, losses: int, stores: bool) -> None:
+        self.losses, self.stores = losses, stores
+
+    def submit(self, job: jobs.Job) -> Future:
+        future = Future()
+        if not self.losses:
+            future.set_result(jobs.JobOutcome())
+            return future
+        if self.stores:
+            Checkpoints(job.folder / "checkpoints").save({"losses": self.losses})
+        self.losses -= 1
+        future.set_exception(jobs.WorkerLost("its node was lost"))
+        return future
+
+    def is_running(self, job, future):
+        return False
+
+
+@pytest.mark.parametrize(("losses", "stores", "ends"), [(2, False, True), (3, False, False), (7, True, True)])
+def test_a_job_is_taken_up_again_unless_its_workers_are_lost_without_progress(tmp_path, losses, stores, ends):
+    plan = compare.plan_comparison("digits", [], 1, tmp_path)
+    outcomes = []
+    jobs._run_on_workers(
+        plan, LosingWorkers(losses, stores), None, bool, lambda _: None, lambda _, outcome: outcomes.append(outcome)
+    )
+    assert [outcome.error is None for outcome in outcomes] == [ends]
+    assert "its worker was lost" in outcomes[0].warnings[0]
+    assert ends or "its node was lost, 3 times without a checkpoint" in outcomes[0].error
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_is_busy(tmp_path, monkeypatch):

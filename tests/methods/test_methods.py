@@ -672,6 +672,33 @@ def test_sharded_models_get_a_clear_error():
         PaperAGSCL(model, torch.zeros(2, 16))
 
 
+@pytest.mark.parametrize("kind", [PaperAGSCL, FineTune])
+def test_a_model_sharded_by_fsdp2_is_refused_whenever_it_was_sharded(kind, tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    def make_model():
+        model = MultiHead(mlp())
+        model.add_head("t0", 3)
+        model(torch.zeros(2, 16), "t0")
+        return model
+
+    x = [torch.zeros(2, 16)] if kind is PaperAGSCL else []
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        before, after = make_model(), make_model()
+        fully_shard(before.trunk, mesh=mesh)
+        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+            kind(before, *x)
+        method = kind(after, *x)
+        fully_shard(after.trunk, mesh=mesh)
+        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+            method.begin_task("t0", torch.optim.Adam(after.parameters()))
+        assert method.task is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_two_methods_on_one_optimizer_share_one_pair_of_hooks():
     method, _model, optimizer = fresh(FineTune)
     other = FineTune(method.model)

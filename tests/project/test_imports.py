@@ -54,6 +54,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fast": {"triton"},
     "reinforcement": {"PIL", "ale_py", "gymnasium"},
     "runs": {"safetensors"},
+    "experiments": {"ray"},  # with --on
     "report": {"jinja2", "markupsafe", "vl_convert"},
     "integrations": {
         *("accelerate", "avalanche", "gymnasium", "huggingface_hub", "lightning"),

@@ -14,8 +14,10 @@ from agscl.cli.options import (
     Device,
     Epochs,
     Fast,
+    GpusPerJob,
     Jobs,
     LearningRate,
+    On,
     Preset,
     Runs,
     SetPairs,
@@ -38,6 +40,8 @@ def compare(
     ] = None,
     seeds: Annotated[int | None, describe("N", default="(default: 5; for digits 3)")] = None,
     jobs: Jobs = None,
+    on: On = None,
+    gpus_per_job: GpusPerJob = None,
     name: Annotated[str | None, describe("NAME", default="(default: made from preset and changes)")] = None,
     epochs: Epochs = None,
     batch_size: BatchSize = None,
@@ -95,7 +99,7 @@ def compare(
     with value_errors_as_usage_errors():
         plan = plan_comparison(preset, names, seeds, folder, settings=method_settings, device=device, **changes)
     print_finished_count(plan, folder)
-    errors = run_jobs_with_progress(plan, jobs, checkpoint_every)
+    errors = run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job)
     if collected := collect_comparison(plan):
         print_comparison(collected)
     print_errors(errors)

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from agscl.experiments.jobs import Job, JobOutcome
 
 
-def run_jobs_with_progress(plan: Sequence[Job], processes: int | None, checkpoint_every: float) -> dict[str, str]:
+def run_jobs_with_progress(
+    plan: Sequence[Job],
+    processes: int | None,
+    checkpoint_every: float,
+    on: str | None = None,
+    gpus_per_job: float | None = None,
+) -> dict[str, str]:
     """Run the jobs that are not finished, several at a time; returns why jobs failed, by their labels."""
     from agscl.cli.console import print_line
     from agscl.cli.progress import JobsProgress
@@ -28,10 +34,13 @@ def run_jobs_with_progress(plan: Sequence[Job], processes: int | None, checkpoin
 
     check_checkpoint_every(checkpoint_every)
     check_at_least_one("--jobs", processes)
-    processes = processes or _count_cores()
+    if gpus_per_job is not None and (on is None or not 0 < gpus_per_job <= 1):
+        raise UsageError(f"--gpus-per-job is a share of a GPU above 0 and up to 1, with --on; not {gpus_per_job:g}")
+    if on is None:
+        processes = processes or _count_cores()
     unfinished = [job for job in plan if not job.is_finished]
     on_gpu = [job for job in unfinished if job.config.device.startswith("cuda")]
-    if min(processes, len(on_gpu)) > 1 and _could_start_mps():
+    if on is None and min(processes or 1, len(on_gpu)) > 1 and _could_start_mps():
         print_line("Several runs share a GPU better with NVIDIA's MPS. To start it: nvidia-cuda-mps-control -d")
     if unfinished:
         _check_data(plan, unfinished[0])
@@ -53,6 +62,8 @@ def run_jobs_with_progress(plan: Sequence[Job], processes: int | None, checkpoin
                 plan,
                 processes=processes,
                 checkpoint_every=checkpoint_every,
+                on=on,
+                gpus_per_job=1.0 if gpus_per_job is None else gpus_per_job,
                 should_stop=should_stop,
                 on_progress=progress.show_running,
                 on_job_end=on_job_end,

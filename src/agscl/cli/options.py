@@ -35,10 +35,29 @@ Fast = Annotated[
         "compiled; on a CPU: channels last."
     ),
 ]
+GpusPerJob = Annotated[
+    float | None,
+    describe(
+        "X", "With --on and --device cuda: the share of a GPU for each run, e.g. 0.25 for four on one.", "(default: 1)"
+    ),
+]
 Jobs = Annotated[
-    int | None, describe("N", "How many runs at the same time; each uses one thread.", "(default: one per core)")
+    int | None,
+    describe(
+        "N",
+        "How many runs at the same time; each uses one thread.",
+        "(default: one per core; with --on as many as the cluster has CPUs)",
+    ),
 ]
 LearningRate = Annotated[float | None, describe("X", "Learning rate at the start of each task.", PRESETS_DEFAULT)]
+On = Annotated[
+    str | None,
+    describe(
+        "ADDRESS",
+        "Run on a Ray cluster, e.g. 10.0.0.1:6379, whose nodes all see the folder of --runs; local: on Ray here.",
+        "(default: processes of this machine)",
+    ),
+]
 Preset = Annotated[str, describe("PRESET", "The experiment, as for agscl run.")]
 Runs = Annotated[Path, describe("FOLDER", "The folder that holds all runs.")]
 Seeds = Annotated[int, describe("N", "How many seeds: 0, 1, 2, …")]

@@ -15,7 +15,9 @@ from agscl.cli.options import (
     Device,
     Epochs,
     Fast,
+    GpusPerJob,
     Jobs,
+    On,
     Preset,
     Runs,
     SetPairs,
@@ -38,6 +40,8 @@ def search(
     seed: Annotated[int, describe("N")] = 1000,
     seeds: Annotated[int, describe("N")] = 1,
     jobs: Jobs = None,
+    on: On = None,
+    gpus_per_job: GpusPerJob = None,
     name: Annotated[str | None, describe("NAME", default="(default: made from preset, method and changes)")] = None,
     epochs: Epochs = None,
     only: Annotated[str | None, describe("NAME,NAME,...", default="(default: all that can be searched)")] = None,
@@ -81,7 +85,7 @@ def search(
     check_group_folder(folder, runs, "search")
 
     def run_jobs(plan: Sequence[Job]) -> None:
-        print_errors(run_jobs_with_progress(plan, jobs, checkpoint_every))
+        print_errors(run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job))
 
     with value_errors_as_usage_errors():
         trials = search_settings(

@@ -13,7 +13,9 @@ from agscl.cli.options import (
     Device,
     Epochs,
     Fast,
+    GpusPerJob,
     Jobs,
+    On,
     Preset,
     Runs,
     Seeds,
@@ -41,6 +43,8 @@ def study(
     *,
     seeds: Seeds = 1,
     jobs: Jobs = None,
+    on: On = None,
+    gpus_per_job: GpusPerJob = None,
     name: Annotated[str | None, describe("NAME", default="(default: made from preset and changes)")] = None,
     epochs: Epochs = None,
     set: SetPairs = (),
@@ -84,7 +88,7 @@ def study(
         lines = plan_study(preset, study, seeds, folder, settings=method_settings, device=device, **changes)
     plan = [job for line in lines for job in line.jobs]
     print_finished_count(plan, folder)
-    errors = run_jobs_with_progress(plan, jobs, checkpoint_every)
+    errors = run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job)
     finished = [job for job in plan if job.is_finished]
     if study == "aopc":
         try:

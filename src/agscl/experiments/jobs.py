@@ -1,4 +1,4 @@
-"""Many runs at a time, each in its own process and folder."""
+"""Many runs at a time, each in its own process and folder: on this machine, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Protocol
 
 from agscl.experiments.config import RunConfig
 from agscl.experiments.methods import METHODS
@@ -29,6 +31,8 @@ from agscl.tasks import DataError
 
 POLL_SECONDS = 0.2
 """How often the progress of the runs is looked up."""
+MAX_LOSSES = 3
+"""How often a worker may be lost before its job has stored a new checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -73,81 +77,178 @@ class JobOutcome:
     """What the method warned about."""
 
 
+class WorkerLost(Exception):
+    """The worker process of a job died, or the machine it ran on."""
+
+
+class Workers(Protocol):
+    """Where jobs run: processes of this machine, or a Ray cluster."""
+
+    def __enter__(self) -> Workers: ...
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait for jobs that were asked to stop."""
+
+    def submit(self, job: Job) -> Future[JobOutcome | None]:
+        """Start or continue a job as soon as there is room; None if it was stopped. May raise `WorkerLost`."""
+
+    def is_running(self, job: Job, future: Future[JobOutcome | None]) -> bool: ...
+
+    def stop(self) -> None:
+        """Ask the running jobs to store a checkpoint and end, and drop those that are not running."""
+
+    def kill(self) -> None:
+        """End the running jobs now. Safe: a checkpoint is written under a temporary name and renamed."""
+
+
 def run_jobs(
     jobs: Sequence[Job],
     *,
-    processes: int,
+    processes: int | None,
     checkpoint_every: float,
+    on: str | None = None,
+    gpus_per_job: float = 1.0,
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[list[Job]], None] = lambda running: None,
     on_job_end: Callable[[Job, JobOutcome], None] = lambda job, outcome: None,
 ) -> None:
     """Run the jobs that are not finished, `processes` at a time, each with one thread.
 
-    When `should_stop` returns True, the running jobs store a checkpoint and `Interrupted` is raised. They also store
-    one when any exception ends this function. A job that fails does not stop the others.
+    `on` is the address of a Ray cluster, or "local" for a Ray of this machine; there `processes` may be None: as many
+    as fit. When `should_stop` returns True, the running jobs store a checkpoint and `Interrupted` is raised. They also
+    store one when any exception ends this function. A job that fails does not stop the others.
     """
     for job in jobs:
         Run(job.folder).check_config(job.config.as_dict())
     unfinished = [job for job in jobs if not job.is_finished]
     if not unfinished:
         return
+    workers: Workers
+    if on is None:
+        processes = min(processes or 1, len(unfinished))
+        workers = LocalWorkers(processes, checkpoint_every)
+    else:
+        from agscl.experiments.ray_jobs import RayWorkers
+
+        workers = RayWorkers(on, unfinished, processes, checkpoint_every, gpus_per_job)
     should_stop()  # from this first call on, a signal no longer interrupts but asks to stop
-    context = multiprocessing.get_context("spawn")
-    stop_event = context.Event()
-    with ProcessPoolExecutor(min(processes, len(unfinished)), context, _start_worker, (stop_event,)) as pool:
+    with workers:
         try:
-            futures = _submit_jobs(pool, unfinished, checkpoint_every)
-            _wait_for_jobs(futures, stop_event, should_stop, on_progress, on_job_end)
-        except BrokenProcessPool as error:
-            if stop_event.is_set():
-                raise Interrupted from error
-            raise RunError(
-                "a worker process was killed. Out of memory? Try fewer --jobs. "
-                "The same command continues with the unfinished runs."
-            ) from error
+            _run_on_workers(unfinished, workers, processes, should_stop, on_progress, on_job_end)
         except KeyboardInterrupt:  # a second Ctrl-C: a worker looks for a stop only between steps, and may be loading
-            for worker in list(pool._processes.values()):
-                worker.kill()  # safe: a checkpoint is written under a temporary name and renamed
+            workers.kill()
             raise
         finally:
-            stop_event.set()  # jobs still in the queue then end at once
+            workers.stop()
     if should_stop():  # asked while the workers ended
         raise Interrupted
 
 
-def _submit_jobs(
-    pool: ProcessPoolExecutor, jobs: Sequence[Job], checkpoint_every: float
-) -> dict[Future[JobOutcome | None], Job]:
-    """Start the workers with Ctrl-C and SIGHUP blocked: both reach them too, before they can ignore them."""
-    set_mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
-    before = set_mask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP]) if set_mask else None
-    try:
-        return {pool.submit(_run_job, job, checkpoint_every): job for job in jobs}
-    finally:
-        if set_mask:
-            set_mask(signal.SIG_SETMASK, before)
-
-
-def _wait_for_jobs(
-    futures: Mapping[Future[JobOutcome | None], Job],
-    stop_event: Event,
+def _run_on_workers(
+    jobs: Sequence[Job],
+    workers: Workers,
+    limit: int | None,
     should_stop: Callable[[], bool],
     on_progress: Callable[[list[Job]], None],
     on_job_end: Callable[[Job, JobOutcome], None],
 ) -> None:
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-        if should_stop():
-            stop_event.set()
+    waiting = deque(jobs)
+    futures: dict[Future[JobOutcome | None], Job] = {}
+    losses = {job.folder: _Losses() for job in jobs}
+    stopped = False
+    while futures or (waiting and not stopped):
+        while waiting and not stopped and (limit is None or len(futures) < limit):
+            job = waiting.popleft()
+            futures[workers.submit(job)] = job
+        done, _ = wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        if should_stop() and not stopped:
+            stopped = True
+            workers.stop()
         for future in done:
-            outcome = future.result()
+            job = futures.pop(future)
+            try:
+                outcome = future.result()
+            except WorkerLost as error:
+                outcome = None
+                if not losses[job.folder].may_continue(job):
+                    outcome = JobOutcome(error=f"{error}, {MAX_LOSSES} times without a checkpoint in between")
+                elif not stopped:
+                    waiting.append(job)
+            except BrokenProcessPool as error:
+                if stopped:
+                    raise Interrupted from error
+                raise RunError(
+                    "a worker process was killed. Out of memory? Try fewer --jobs. "
+                    "The same command continues with the unfinished runs."
+                ) from error
             if outcome is not None:
-                on_job_end(futures[future], outcome)
-        on_progress([futures[future] for future in pending if future.running()])
-    if stop_event.is_set():
+                outcome.warnings += losses[job.folder].describe()
+                on_job_end(job, outcome)
+        on_progress([job for future, job in futures.items() if workers.is_running(job, future)])
+    if stopped:
         raise Interrupted
+
+
+@dataclass
+class _Losses:
+    """How often the worker of a job was lost."""
+
+    total: int = 0
+    in_vain: int = 0
+    """Since the last checkpoint."""
+    checkpoint: int = -1
+    """The newest one at the last loss."""
+
+    def may_continue(self, job: Job) -> bool:
+        """Count a loss; whether to take the job up again from its checkpoint."""
+        newest = max(Run(job.folder).checkpoints.list_numbers(), default=0)
+        self.in_vain = self.in_vain + 1 if newest == self.checkpoint else 1
+        self.total, self.checkpoint = self.total + 1, newest
+        return self.in_vain < MAX_LOSSES
+
+    def describe(self) -> list[str]:
+        times = "once" if self.total == 1 else f"{self.total} times"
+        return [f"its worker was lost {times}; it continued from its last checkpoint"] if self.total else []
+
+
+class LocalWorkers:
+    """Worker processes of this machine. If one is killed, all end: most likely memory ran out."""
+
+    def __init__(self, processes: int, checkpoint_every: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._checkpoint_every = checkpoint_every
+        self._stop_event = context.Event()
+        self._pool = ProcessPoolExecutor(processes, context, _start_worker, (self._stop_event,))
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+
+    def submit(self, job: Job) -> Future[JobOutcome | None]:
+        """Start a worker with Ctrl-C and SIGHUP blocked: both reach it too, before it can ignore them."""
+        set_mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
+        before = set_mask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP]) if set_mask else None
+        try:
+            return self._pool.submit(_run_job, job, self._checkpoint_every)
+        except BrokenProcessPool as error:  # reported by the future of the job that broke it
+            future: Future[JobOutcome | None] = Future()
+            future.set_exception(error)
+            return future
+        finally:
+            if set_mask:
+                set_mask(signal.SIG_SETMASK, before)
+
+    def is_running(self, job: Job, future: Future[JobOutcome | None]) -> bool:
+        return future.running()
+
+    def stop(self) -> None:
+        self._stop_event.set()
+
+    def kill(self) -> None:
+        for worker in list(self._pool._processes.values()):
+            worker.kill()
 
 
 # In a worker process -------------------------------------------------------------------------------------------------
@@ -176,16 +277,20 @@ def _start_worker(stop_event: Event) -> None:
 
 
 def _run_job(job: Job, checkpoint_every: float) -> JobOutcome | None:
-    """Start or continue a job; None if it was stopped."""
-    if _stop_event.is_set():
+    return run_job(job, checkpoint_every, _stop_event.is_set)
+
+
+def run_job(
+    job: Job, checkpoint_every: float, should_stop: Callable[[], bool], wait_for_lock: float = 0.0
+) -> JobOutcome | None:
+    """Start or continue a job in this process; None if it was stopped."""
+    if should_stop():
         return None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with Run(job.folder) as run:
-                execute_run(
-                    job.config, run, checkpoint_every=checkpoint_every, threads=1, should_stop=_stop_event.is_set
-                )
+            with Run(job.folder, wait_for_lock) as run:
+                execute_run(job.config, run, checkpoint_every=checkpoint_every, threads=1, should_stop=should_stop)
         except Interrupted:
             return None
         except DataError:

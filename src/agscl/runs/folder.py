@@ -37,8 +37,9 @@ class Run:
     The JSON files hold a checksum of their content, which is compared whenever they are read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wait_for_lock: float = 0.0) -> None:
         self.folder = folder
+        self._wait_for_lock = wait_for_lock  # seconds that another process gets to end
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self._lock = ExitStack()
         self._events: EventLog | None = None
@@ -48,7 +49,7 @@ class Run:
         with self.explain_write_errors():
             (self.folder / "certificates").mkdir(parents=True, exist_ok=True)
             try:
-                self._lock.enter_context(lock_file(self.folder / "lock", wait=False))
+                self._lock.enter_context(lock_file(self.folder / "lock", wait=self._wait_for_lock))
             except BlockingIOError as error:
                 raise RunError(f"another process is writing {self.folder}; wait for it, or stop it") from error
             self._events = EventLog(self.folder / "events.jsonl")

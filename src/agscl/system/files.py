@@ -87,17 +87,17 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_file(path: Path, *, wait: bool) -> Iterator[None]:
+def lock_file(path: Path, *, wait: bool | float) -> Iterator[None]:
     """Hold a lock on the file `path`, made where it is missing, until the block ends.
 
-    While another process or thread holds it: wait, or raise BlockingIOError if `wait` is false. The operating system
-    releases the lock when the process ends, however it ends.
+    While another process or thread holds it: wait, or raise BlockingIOError if `wait` is false, or after so many
+    seconds. The operating system releases the lock when the process ends, however it ends.
     """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, thread_local=False)
     try:
-        lock.acquire(blocking=wait)
+        lock.acquire(timeout=-1 if wait is True else float(wait))
     except Timeout as error:
         raise BlockingIOError(errno.EWOULDBLOCK, "another process holds the lock", str(path)) from error
     try:
