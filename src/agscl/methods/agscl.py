@@ -25,7 +25,7 @@ from agscl.methods._parts.agscl_certificate import certify_nodes
 from agscl.methods._parts.agscl_checks import check_activations, check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
-from agscl.methods._parts.budget import BUDGET_RULE, NodePruner, check_budget, is_budget
+from agscl.methods._parts.budget import BUDGET_FORMULA, BUDGET_RULE, NodePruner, check_budget, is_budget
 from agscl.methods._parts.capacity import Capacity, measure_capacity
 from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._parts.knowledge import Knowledge
@@ -235,11 +235,7 @@ class AGSCL(NodeMethod):
     """
 
     title = "AGS-CL"
-    formula = (
-        "within a task: at most k free nodes of a layer differ from 0, and important nodes equal their anchors",
-        "k = ⌈budget · free nodes⌉, or ⌈free nodes / tasks left⌉ where budget is a number of tasks",
-        "after it: Ω ← ηΩ + mean ReLU activation; a node with Ω > 0 is important",
-    )
+    formula = BUDGET_FORMULA
     search: ClassVar[tuple[SearchAxis, ...]] = (SearchAxis("budget", values=(0.1, 0.15, 0.2, 0.25, 0.35, 0.5)),)
     Config = AGSCLConfig
     config: AGSCLConfig
@@ -302,7 +298,6 @@ class AGSCL(NodeMethod):
         changed = knowledge.digests.compare(before)
         if not config.prox:
             changed = find_moved_groups(self.graph, plan.start_rows, config.tau)
-
         omega = (config.eta * knowledge.omega + activations).to(knowledge.omega.dtype)  # (8)
         knowledge.omega = torch.where(before, omega.clamp(min=torch.finfo(omega.dtype).tiny), omega)  # never free again
         new = (knowledge.omega > 0 if config.prox else knowledge.omega >= config.tau) & ~before

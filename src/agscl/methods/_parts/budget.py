@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLPlan
 
 __all__ = [
+    "BUDGET_FORMULA",
     "BUDGET_RULE",
     "Budget",
     "NodePruner",
@@ -34,6 +35,11 @@ __all__ = [
 ]
 
 Budget = int | float
+BUDGET_FORMULA: tuple[str, ...] = (
+    "within a task: at most k free nodes of a layer differ from 0, and important nodes equal their anchors",
+    "k = ⌈budget · free nodes⌉, or ⌈free nodes / tasks left⌉ where budget is a number of tasks",
+    "after it: Ω ← ηΩ + mean ReLU activation; a node with Ω > 0 is important",
+)
 BUDGET_RULE = "a share above 0 and at most 1, or the number of tasks to make room for, at least 1"
 
 PRUNINGS = 4
