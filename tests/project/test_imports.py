@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "networks": {"safetensors"},
     "fast": {"triton"},
     "reinforcement": {"PIL", "ale_py", "gymnasium"},
-    "runs": {"safetensors"},
+    "runs": {"mlflow", "safetensors", "wandb"},
     "experiments": {"ray"},  # with --on
     "report": {"jinja2", "markupsafe", "vl_convert"},
     "integrations": {

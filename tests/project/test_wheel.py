@@ -23,6 +23,7 @@ LOOP = Path(__file__).with_name("readme_loop.py")
 OPTIONAL = (
     "PIL",
     "huggingface_hub",
+    "mlflow",
     "pyarrow",
     "rich",
     "safetensors",
@@ -31,6 +32,7 @@ OPTIONAL = (
     "tensorboard",
     "tyro",
     "vl_convert",
+    "wandb",
 )
 """Modules that the extras bring: none of them may be needed by the library."""
 

@@ -17,6 +17,7 @@ from agscl.cli.options import (
     GpusPerJob,
     Jobs,
     LearningRate,
+    Log,
     On,
     Preset,
     Runs,
@@ -24,6 +25,7 @@ from agscl.cli.options import (
     TaskOptions,
     Tasks,
     check_at_least_one,
+    check_loggers,
     collect_changes,
     describe,
     parse_settings_of_methods,
@@ -51,6 +53,7 @@ def compare(
     task_options: TaskOptions = (),
     device: Device = "cpu",
     fast: Fast = False,
+    log: Log = (),
     runs: Runs = Path("runs"),
     checkpoint_every: CheckpointEvery = 5.0,
 ) -> int:
@@ -72,6 +75,7 @@ def compare(
     from agscl.experiments.methods import METHODS, REFERENCE, get_entry
     from agscl.experiments.presets import get_preset
 
+    check_loggers(log)
     with value_errors_as_usage_errors():
         chosen = get_preset(preset)
         if methods is None:
@@ -99,7 +103,7 @@ def compare(
     with value_errors_as_usage_errors():
         plan = plan_comparison(preset, names, seeds, folder, settings=method_settings, device=device, **changes)
     print_finished_count(plan, folder)
-    errors = run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job)
+    errors = run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job, log)
     if collected := collect_comparison(plan):
         print_comparison(collected)
     print_errors(errors)

@@ -24,8 +24,12 @@ def run_jobs_with_progress(
     checkpoint_every: float,
     on: str | None = None,
     gpus_per_job: float | None = None,
+    loggers: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Run the jobs that are not finished, several at a time; returns why jobs failed, by their labels."""
+    """Run the jobs that are not finished, several at a time; returns why jobs failed, by their labels.
+
+    The figures of each job go to the loggers when it ends; those of jobs that were finished before, at the end.
+    """
     from agscl.cli.console import print_line
     from agscl.cli.progress import JobsProgress
     from agscl.experiments.jobs import run_jobs
@@ -47,6 +51,7 @@ def run_jobs_with_progress(
 
     errors: dict[str, str] = {}
     notes: dict[str, str] = {}
+    working = list(loggers)  # a logger that failed is not tried again
     with _lock_folders(plan), catch_stop_signals() as should_stop, JobsProgress(plan) as progress:
 
         def on_job_end(job: Job, outcome: JobOutcome) -> None:
@@ -56,6 +61,7 @@ def run_jobs_with_progress(
             if outcome.error is not None:
                 errors[str(job)] = outcome.error
             progress.show_end(job, "failed" if outcome.error is not None else _describe_result(job))
+            working[:] = _log_figures(job, working)
 
         try:
             run_jobs(
@@ -71,6 +77,9 @@ def run_jobs_with_progress(
         except Interrupted:
             progress.close()
             raise
+    for job in plan:
+        if job not in unfinished:
+            working[:] = _log_figures(job, working)
     for note in notes.values():
         print_line(note)
     return errors
@@ -88,6 +97,18 @@ def print_errors(errors: Mapping[str, str]) -> None:
 
     for label, reason in errors.items():
         print_line(f"FAILED {label}: {reason}")
+
+
+def _log_figures(job: Job, names: Sequence[str]) -> list[str]:
+    """Write the figures of a job's event log to loggers; returns those that did not fail."""
+    from agscl.cli.console import print_line
+    from agscl.runs.loggers import Loggers
+
+    loggers = Loggers(names, job.folder, job.config.as_dict(), print_line)
+    if (job.folder / "events.jsonl").exists():
+        loggers.update()
+        loggers.close()
+    return loggers.names
 
 
 def _check_data(plan: Sequence[Job], unfinished: Job) -> None:

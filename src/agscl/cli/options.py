@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import types
 import typing
@@ -50,6 +51,15 @@ Jobs = Annotated[
     ),
 ]
 LearningRate = Annotated[float | None, describe("X", "Learning rate at the start of each task.", PRESETS_DEFAULT)]
+Log = Annotated[
+    tuple[Literal["tensorboard", "mlflow", "wandb"], ...],
+    tyro.conf.UseAppendAction,
+    describe(
+        "tensorboard|mlflow|wandb",
+        "Also write losses, accuracies and scores for this logger, for finished runs too; may be given several times.",
+        default="",
+    ),
+]
 On = Annotated[
     str | None,
     describe(
@@ -166,6 +176,14 @@ def parse_task_options(pairs: Sequence[str]) -> dict[str, Any]:
 def check_at_least_one(option: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise UsageError(f"{option} must be at least 1, not {value}")
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise `UsageError` where a logger's package is missing."""
+    titles = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "W&B"}
+    for name in names:
+        if not importlib.util.find_spec(name):
+            raise UsageError(f"{titles[name]} is not installed: pip install 'agscl[{name}]'")
 
 
 def check_checkpoint_every(seconds: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,12 +21,14 @@ from agscl.cli.options import (
     Epochs,
     Fast,
     LearningRate,
+    Log,
     Runs,
     SetPairs,
     TaskOptions,
     Tasks,
     check_at_least_one,
     check_checkpoint_every,
+    check_loggers,
     collect_changes,
     describe,
     parse_settings,
@@ -70,6 +71,7 @@ def run(
     device: Device = "cpu",
     fast: Fast = False,
     threads: Annotated[int | None, describe("N", default="(default: the preset's; with a GPU 1)")] = None,
+    log: Log = (),
     tensorboard: bool = False,
     runs: Runs = Path("runs"),
     checkpoint_every: CheckpointEvery = 5.0,
@@ -85,7 +87,7 @@ def run(
         resume: Continue the run of this name with its stored settings; without NAME, the newest unfinished run.
         set: Settings of the method or of training, given after PRESET, e.g. --set mu=20 lam=inf patience=5.
         threads: CPU threads. A resumed run keeps the number it was started with.
-        tensorboard: Also write losses and accuracies for TensorBoard to the run's folder, for a finished run too.
+        tensorboard: The same as --log tensorboard.
     """
     from agscl.cli.console import print_line
     from agscl.cli.progress import RunProgress
@@ -93,12 +95,12 @@ def run(
     from agscl.experiments.config import choose_threads, configure
     from agscl.experiments.run import Interrupted, execute_run
     from agscl.runs import Run, is_finished, read_result
-    from agscl.runs.tensorboard import TensorBoardLog
+    from agscl.runs.loggers import Loggers
 
     check_checkpoint_every(checkpoint_every)
     check_at_least_one("--threads", threads)
-    if tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise UsageError("TensorBoard is not installed: pip install 'agscl[tensorboard]'")
+    log = (*log, "tensorboard") if tensorboard else log
+    check_loggers(log)
     changes = collect_changes(
         {"epochs": epochs, "batch_size": batch_size, "lr": lr},
         parse_settings(method, set, preset),
@@ -127,25 +129,21 @@ def run(
         if unused:
             raise UsageError(f"--resume takes all settings from {folder}/config.json: leave out {', '.join(unused)}")
 
+    loggers = Loggers(log, folder, config.as_dict(), print_line)
     if is_finished(folder):
         Run(folder).check_config(config.as_dict())
         result = read_result(folder)
-        if tensorboard:
-            TensorBoardLog(folder, config.training.epochs).close()
+        loggers.update()
+        loggers.close()
         print_line(f"{folder} is finished already; nothing to do. Its result:")
         print_run_summary(result, folder)
         if not (folder / "report.html").exists():
             write_page_at_end(folder)
         return DONE
 
-    logs: list[TensorBoardLog] = []
-
     def show_event(event: dict[str, Any]) -> None:
         progress.show_event(event)
-        if logs:
-            logs[0].write_event(event)
-        elif tensorboard:
-            logs.append(TensorBoardLog(folder, config.training.epochs))  # reads the event log, this event included
+        loggers.update()  # from the event log, which holds this event
 
     with (
         remove_if_refused(folder),
@@ -170,8 +168,7 @@ def run(
             print_line(f"Stopped; a checkpoint is stored. Continue with: {_make_resume_command(folder, runs)}")
             return STOPPED
         finally:
-            for log in logs:
-                log.close()
+            loggers.close()
     print_run_summary(result, folder)
     write_page_at_end(folder)
     return DONE

@@ -46,12 +46,17 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a log, without damaged lines and without a last line cut short by a killed process."""
     with open(path, "rb") as file:
         for line in file:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if line.endswith(b"\n") and isinstance(event, dict):
+            if line.endswith(b"\n") and (event := parse_event(line)) is not None:
                 yield event
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None if it is damaged."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def read_last_event(path: Path) -> dict[str, Any] | None:
@@ -60,10 +65,9 @@ def read_last_event(path: Path) -> dict[str, Any] | None:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
             complete = file.read().rpartition(b"\n")[0]
-        event = json.loads(complete.rpartition(b"\n")[2])
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return None
-    return event if isinstance(event, dict) else None
+    return parse_event(complete.rpartition(b"\n")[2])
 
 
 def hash_log(path: Path, length: int) -> str:
