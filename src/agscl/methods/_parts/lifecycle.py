@@ -144,7 +144,7 @@ class Method:
                 raise ValueError(f"{self.title} needs {need}: call begin_task(task, optimizer, {need}=…).")
             if count is not None and (not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1):
                 raise ValueError(f"begin_task: {need} must be a whole number of at least 1, not {count!r}.")
-        _refuse_sharded(self.model)  # it may be since the method was made
+        _refuse_sharded(_list_modules(self.model))  # it may be since the method was made
         self._check_optimizers(optimizers)
         self._warn_of_unprotected()
         self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
@@ -598,13 +598,13 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         return unwrap_model(model.module)
     if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
         return unwrap_model(inner)
-    _refuse_sharded(model)
+    _refuse_sharded(model.modules())
     return model
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    sharded = any("FullyShardedDataParallel" in type(m).__name__ for m in model.modules())
-    if sharded or any(type(p).__name__ == "DTensor" for p in model.parameters()):
+def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
+    kinds = {type(item).__name__ for module in modules for item in (module, *module._parameters.values())}
+    if "DTensor" in kinds or any("FullyShardedDataParallel" in kind for kind in kinds):
         raise NotImplementedError(
             "The model is sharded (FSDP), which is not supported: the rows of a node would lie on several ranks. "
             "Use DistributedDataParallel."
