@@ -19,7 +19,7 @@ class PageVerdict:
 
 
 @dataclass(frozen=True)
-class Figure:
+class HeadlineFigure:
     label: str
     value: str
     note: str
@@ -165,55 +165,59 @@ def _judge_comparison(report: ReportData) -> PageVerdict:
     return PageVerdict("plain", "measured", sentence, details)
 
 
-def list_figures(report: ReportData) -> list[Figure]:
+def list_figures(report: ReportData) -> list[HeadlineFigure]:
     """The headline figures of the line that the page is about."""
     line = report.main_line
     if line is None or not line.complete:
         return []
     outcome = line.complete[0]
     figures = [
-        Figure(
+        HeadlineFigure(
             "average score" if report.is_score else "average accuracy",
             spread(line.summarize("average_accuracy")),
             f"over {count(len(outcome.accuracies), 'task')} at the end",
         ),
-        Figure("forgotten", spread(line.summarize("forgetting")), "lost since each task's best"),
-        Figure("stability", spread(line.summarize("stability"), 1, 3, ""), "at the end ÷ best; 1 is no loss"),
+        HeadlineFigure("forgotten", spread(line.summarize("forgetting")), "lost since each task's best"),
+        HeadlineFigure("stability", spread(line.summarize("stability"), 1, 3, ""), "at the end ÷ best; 1 is no loss"),
     ]
     plasticity = line.summarize("plasticity")
     if plasticity["mean"] is not None and line.method != REFERENCE:
-        figures.append(Figure("plasticity", spread(plasticity, 1, 3, ""), "just learned ÷ fine-tuning's"))
+        figures.append(HeadlineFigure("plasticity", spread(plasticity, 1, 3, ""), "just learned ÷ fine-tuning's"))
     reward = line.summarize("accumulated_reward")
     if reward["mean"] is not None:
-        figures.append(Figure("accumulated reward", spread(reward, 1, 2, ""), "sum over tasks ÷ fine-tuning's best"))
+        figures.append(
+            HeadlineFigure("accumulated reward", spread(reward, 1, 2, ""), "sum over tasks ÷ fine-tuning's best")
+        )
     figures += _list_node_figures(line) if report.kind == "run" else []
     if memory := outcome.memory.get("bytes"):
-        figures.append(Figure("memory", format_bytes(memory), "kept between tasks"))
+        figures.append(HeadlineFigure("memory", format_bytes(memory), "kept between tasks"))
     seconds = [one.seconds for one in line.outcomes if one.seconds is not None]
     if seconds:
         mean = sum(seconds) / len(seconds)
         figures.append(
-            Figure("time", format_seconds(mean), "of training" + ("" if len(seconds) == 1 else " for a seed"))
+            HeadlineFigure("time", format_seconds(mean), "of training" + ("" if len(seconds) == 1 else " for a seed"))
         )
     return figures
 
 
-def _list_node_figures(line: Line) -> list[Figure]:
+def _list_node_figures(line: Line) -> list[HeadlineFigure]:
     last = (line.outcomes[0].statistics or [{}])[-1]
     figures = []
     if "free" in last and last.get("nodes"):
         figures.append(
-            Figure(
+            HeadlineFigure(
                 "free nodes", f"{last['free']:,}", f"of {last['nodes']:,} ({percent(last['free'] / last['nodes'], 0)})"
             )
         )
         if last.get("important_before"):
             figures.append(
-                Figure("frozen", f"{last.get('frozen', 0):,}", f"of {last['important_before']:,} important before")
+                HeadlineFigure(
+                    "frozen", f"{last.get('frozen', 0):,}", f"of {last['important_before']:,} important before"
+                )
             )
     left = (last.get("capacity") or {}).get("tasks_left")
     if left is not None:
-        figures.append(Figure("more tasks that fit", f"{left:,}", "with free nodes in every layer"))
+        figures.append(HeadlineFigure("more tasks that fit", f"{left:,}", "with free nodes in every layer"))
     return figures
 
 
@@ -226,7 +230,7 @@ def format_seconds(seconds: float) -> str:
 
 
 __all__ = [
-    "Figure",
+    "HeadlineFigure",
     "PageVerdict",
     "count",
     "format_bytes",
