@@ -8,7 +8,6 @@ python benchmarks/short_training.py [--seeds 4] [--cells 0 3]
 from __future__ import annotations
 
 import argparse
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from measured import record
+from small_loop import SmallTask, learn_tasks
 from torch import Tensor, nn
 
-from agscl import AGSCL, FineTune, MultiHead, PackNet
+from agscl import AGSCL, FineTune, PackNet
 from agscl import tasks as sequences
 
-TASKS, BATCH, FIRST_SEED = 5, 32, 1000
+TASKS, FIRST_SEED = 5, 1000
 
 
 class Cell(NamedTuple):
@@ -83,38 +83,17 @@ def load_pictures(seed: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 def measure(kind: type, cell: Cell, pictures: list[tuple[Tensor, Tensor, Tensor, Tensor]], seed: int) -> float:
     """Average accuracy over the tasks after the last one."""
-    data = []
+    tasks = []
     for x, y, valid_x, valid_y in pictures:
         known, valid = y < cell.classes, valid_y < cell.classes
         part = (x[known][: cell.examples], y[known][: cell.examples], valid_x[valid], valid_y[valid])
-        data.append([F.avg_pool2d(t, 2) if cell.network == "mlp" and t.dim() == 4 else t for t in part])
+        part = [F.avg_pool2d(t, 2) if cell.network == "mlp" and t.dim() == 4 else t for t in part]
+        tasks.append(SmallTask(cell.classes, *part))
     torch.manual_seed(seed)
-    model = MultiHead(make_network(cell.network))
-    method = kind(model, data[0][0][:2]) if kind is AGSCL else kind(model)
-    optimizer = OPTIMIZERS[cell.optimizer](model.parameters())
-    for number, (x, y, _, _) in enumerate(data):
-        task = str(number)
-        model.add_head(task, cell.classes)
-        told = cell.told or (1.0 if kind is PackNet else None)  # PackNet must know
-        length = {"epochs": int(cell.epochs * told), "steps_per_epoch": math.ceil(len(y) / BATCH)} if told else {}
-        method.begin_task(task, optimizer, **length)
-        model.train()
-        for _ in range(cell.epochs):
-            for rows in torch.randperm(len(y)).split(BATCH):
-                outputs = model(x[rows], task)
-                loss = F.cross_entropy(outputs, y[rows]) + method.loss(x[rows], outputs)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            method.end_epoch()
-        method.end_task(list(zip(x.split(256), y.split(256), strict=True)))
-    model.eval()
-    accuracies = []
-    for number, (_, _, x, y) in enumerate(data):
-        with torch.no_grad(), method.viewing(str(number)):
-            accuracies.append((model(x, str(number)).argmax(1) == y).float().mean().item())
-    method.close()
-    return 100 * sum(accuracies) / len(accuracies)
+    accuracies = learn_tasks(
+        kind, make_network(cell.network), tasks, OPTIMIZERS[cell.optimizer], cell.epochs, cell.told
+    )
+    return sum(accuracies) / len(accuracies)
 
 
 def main() -> None:
