@@ -49,8 +49,8 @@ $(SITE): $(READY)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[cli,dev,site]'
 	@touch $@
 
-site: $(SITE)  ## site/: the documentation as a web site, with a page per method and the reference; needs no network
-	$(BIN)/mkdocs build --strict
+site: $(SITE)  ## site/: the documentation as a web site, with a page per method, the reference and notebooks run anew
+	AGSCL_RUN_NOTEBOOKS=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment, dist/, site/ and caches, never runs/
 	rm -rf .venv dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,7 +17,14 @@ from typing import Any
 
 Result = dict[str, Any]
 HOME = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/results.md", "docs/reproduce.md", "docs/which_method.md", "docs/cluster.md"]
+PAGES = [
+    "README.md",
+    "docs/results.md",
+    "docs/reproduce.md",
+    "docs/which_method.md",
+    "docs/cost.md",
+    "docs/reinforcement.md",
+]
 COLUMNS = (("average_accuracy", 100, 1), ("plasticity", 1, 3), ("stability", 1, 3), ("forgetting", 100, 1))
 NAMES = {"finetune": "fine-tuning", "agscl": "AGS-CL", "paper-agscl": "AGS-CL, the paper's form"}
 
@@ -243,7 +250,8 @@ def choice(result: Result) -> str:
         if stored and (found := stored["networks"]["alexnet"]["methods"].get(name)):
             amount = megabytes(found["counts"]["bytes"])
             bytes_ = "nothing" if amount == "–" else ("at most " if "bytes" in found["at_most"] else "") + amount
-        lines.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} | {bytes_} |")
+        title = NAMES.get(name) or {"packnet": "PackNet", "lwf": "LwF"}.get(name, name.upper())
+        lines.append(f"| {title} | {' | '.join(cells)} | {bytes_} |")
     files = ", ".join(f"`results/{name}.json`" for name in ("digits_comparison", "tinyimagenet32", "memory"))
     return "\n".join([*lines, "", f"Digits: {result['seeds']} seeds. From {files}."])
 
@@ -592,6 +600,152 @@ def cluster_times() -> str:
     return "\n".join(lines)
 
 
+PAPER_STEPS = {
+    "cifar100": 10 * 100 * math.ceil(4500 / 256),
+    "cifar10-100": 100 * math.ceil(45_000 / 256) + 10 * 100 * math.ceil(4500 / 256),
+    "omniglot": 204_900,
+    "cub200": 6_000,
+    "eight": 119_000,
+}
+"""Optimizer steps in a run: for each task, epochs × batches. Those of `cub200` and `eight` are rounded."""
+STAND_INS = {
+    "cifar100": ("tinyimagenet32", PAPER_STEPS["cifar100"]),
+    "cifar10-100": ("cifar10-tiny", PAPER_STEPS["cifar10-100"]),
+    "omniglot": ("omniglot-plain-fast", 12_200),
+    "eight": ("five", 78_700),
+}
+"""What was measured in place of the paper's data, on the same network with the same batches, and its steps per run."""
+PAPER_METHODS = {
+    "cifar100": ("paper-agscl", "ewc", "si", "rwalk", "mas", "hat", "finetune"),
+    "cifar10-100": ("paper-agscl", "ewc", "si", "rwalk", "mas", "hat", "finetune"),
+    "omniglot": ("paper-agscl", "ewc", "si", "rwalk", "mas", "hat", "finetune"),
+    "cub200": ("paper-agscl", "ewc", "si", "rwalk", "mas", "finetune"),
+    "eight": ("paper-agscl", "ewc", "mas", "finetune"),
+}
+PAPER_SEEDS = 5
+ALEXNET_STEP = 64 * 714 / (256 * 39)
+"""A step of AlexNet (64 images of 224 × 224) in steps of the CIFAR network (256 of 32 × 32), by millions of
+multiplications for an image."""
+ALEXNET_DOUBT = 5
+"""It may take so many times as long: each step moves 59 million weights with their optimizer, and crops images."""
+
+
+def estimate_shares(preset: str) -> dict[str, tuple[list[float], str]]:
+    """By method, the seconds of a whole GPU that a run takes, of each seed measured, and where they come from.
+
+    Several runs shared the GPU: a run's share of it is its seconds over their number.
+    """
+
+    def measure(name: str, factor: float, word: str) -> dict[str, tuple[list[float], str]]:
+        result = load(name)
+        assert result is not None, f"results/{name}.json is missing"
+        rows = result["methods"].items()
+        return {key: ([factor * one / result["jobs"] for one in row["seconds"]], word) for key, row in rows}
+
+    step = measure("tinyimagenet32", PAPER_STEPS[preset] / PAPER_STEPS["cifar100"], "scaled by steps")
+    if preset == "cub200":
+        factors = (ALEXNET_STEP, ALEXNET_STEP * ALEXNET_DOUBT)
+        scaled = {key: [factor * one for factor in factors for one in values] for key, (values, _) in step.items()}
+        return {key: (scaled[key], "scaled by multiplications") for key in PAPER_METHODS[preset]}
+    name, steps = STAND_INS[preset]
+    factor = PAPER_STEPS[preset] / steps
+    found = measure(name, factor, "measured" if factor == 1 else "scaled by steps")
+    slower = statistics.mean(found["paper-agscl"][0]) / statistics.mean(step["paper-agscl"][0])
+    others = {key: ([slower * one for one in values], "scaled by method") for key, (values, _) in step.items()}
+    return {key: found.get(key) or others[key] for key in PAPER_METHODS[preset]}
+
+
+def paper_runs() -> str:
+    """For each of the paper's datasets and methods, the share of a GPU that a run takes."""
+    titles = {"paper-agscl": "AGS-CL", "finetune": "fine-tuning", "rwalk": "RWALK"}
+    columns = PAPER_METHODS["cifar100"]
+    lines = ["| seconds of one H200 per run | steps | " + " | ".join(titles.get(m, m.upper()) for m in columns) + " |"]
+    lines.append("|---" * (len(columns) + 2) + "|")
+    marks = {"measured": "", "scaled by steps": "ˢ", "scaled by method": "ᵐ", "scaled by multiplications": "ˣ"}
+    for preset in PAPER_METHODS:
+        shares = estimate_shares(preset)
+        cells = [
+            f"{min(shares[method][0]):.0f} to {max(shares[method][0]):.0f}{marks[shares[method][1]]}"
+            if method in shares
+            else "–"
+            for method in columns
+        ]
+        lines.append(f"| `{preset}` | {PAPER_STEPS[preset]:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def paper_costs() -> str:
+    """What the paper's table takes on one GPU, on eight, and with a GPU for each run."""
+    whole = load("benchmarks/whole_cuda")
+    if whole is None:
+        return ""
+    alone = _alone_over_share(whole)
+    lines = ["| | runs | GPU hours | one H200 | eight | a GPU for each run |", "|---" * 6 + "|"]
+    totals: dict[str, float] = {"runs": 0, "low": 0, "high": 0, "longest": 0}
+    for preset in PAPER_METHODS:
+        shares = [values for values, _ in estimate_shares(preset).values()]
+        runs = PAPER_SEEDS * len(shares)
+        low, high = (PAPER_SEEDS * sum(map(pick, shares)) / 3600 for pick in (min, max))
+        longest = alone * max(map(max, shares)) / 3600
+        lines.append(_cost_row(f"`{preset}`", runs, low, high, longest))
+        for key, value in (("runs", runs), ("low", low), ("high", high)):
+            totals[key] += value
+        totals["longest"] = max(totals["longest"], longest)
+    lines.append(_cost_row("all five", round(totals["runs"]), totals["low"], totals["high"], totals["longest"]))
+    return "\n".join(lines)
+
+
+def _alone_over_share(whole: Result) -> float:
+    """How many times its share of a shared GPU a run takes that has the GPU to itself."""
+    side = whole["side_by_side"]
+    return float(whole["whole"]["seconds"] / (side["seconds"] / len(side["runs"])))
+
+
+def _cost_row(title: str, runs: int, low: float, high: float, longest: float) -> str:
+    spent = [max(high / gpus, longest) for gpus in (1, 8, runs)]
+    return f"| {title} | {runs} | {low:.1f} to {high:.1f} | " + " | ".join(map(_duration, spent)) + " |"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+
+
+@made_from("benchmarks/whole_cuda")
+def shared_or_alone(result: Result) -> str:
+    alone, side = result["whole"]["seconds"], result["side_by_side"]
+    share = side["seconds"] / len(side["runs"])
+    return (
+        f"On `tinyimagenet32` a run of AGS-CL alone on its GPU took {alone:.1f} s, without the start of the process; "
+        f"of {len(side['runs'])} side by side\neach took {share:.1f} s of the GPU, so alone "
+        f"{_alone_over_share(result):.1f} times as long. {source(result)}"
+    )
+
+
+@made_from("benchmarks/ppo")
+def atari_cost(result: Result) -> str:
+    settings, ours = result["settings"], result["contenders"]["ours, AGS-CL"]["steps_per_processor_second"]
+    low, high = ours["quartiles"]
+    return (
+        f"Measured: {ours['median']:.0f} steps per second of one processor core (quartiles {low:.0f} to {high:.0f}) "
+        f"with AGS-CL, {result['filters']} filters where the paper has 128,\n{settings['environments']} environments × "
+        f"{settings['rollout']} steps, {settings['epochs']} passes where the paper has 10. At that rate a run of "
+        f"8 · 10⁷ steps takes {8e7 / ours['median'] / 3600:.0f} hours of a core; the\npaper's takes many times that. "
+        f"{source(result)}"
+    )
+
+
+@made_from("control")
+def control(result: Result) -> str:
+    lines = ["| | seeds | average score, % | forgetting, % | accumulated reward |", "|---|---|---|---|---|"]
+    titles = {"agscl": "AGS-CL", "finetune": "fine-tuning"}
+    for name, row in result["methods"].items():
+        title = titles.get(name, f"{name.upper()}, λ {row['settings'].get('lam', 0):g}")
+        cells = [_spread_of(row[key], 100, 1) for key in ("average_accuracy", "forgetting")]
+        cells.append(_spread_of(row["accumulated_reward"], 1, 2))
+        lines.append(f"| {title} | {len(row['seeds'])} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 @made_from("benchmarks/fast_cuda")
 def without_fast(result: Result) -> str:
     """Seconds for the ten tasks without --fast: with captured steps, and with steps one by one."""
@@ -765,6 +919,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "table-runs": table_runs,
     "large-runs": large_runs,
     "cluster-times": cluster_times,
+    "control": control,
+    "paper-runs": paper_runs,
+    "paper-costs": paper_costs,
+    "shared-or-alone": shared_or_alone,
+    "atari-cost": atari_cost,
     "without-fast": without_fast,
     "cuda-tests": cuda_tests,
     "agree": agree,

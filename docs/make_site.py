@@ -1,8 +1,9 @@
 """Make the pages of the site that are not files of docs/: the guide, methods, the reference and notebooks.
 
 mkdocs.yml names this file as a hook: `make site` runs it. It adds README, CONTRIBUTING and CHANGELOG as they are, a
-page per method from what its class declares and from results/, the API from docstrings, and notebooks with the outputs
-they are kept with. Links of any page to files outside docs/ become links to the repository.
+page per method from what its class declares and from results/, the API from docstrings, and notebooks: with the outputs
+they are kept with, or, where AGSCL_RUN_NOTEBOOKS is set, as `make site` does, with those of a fresh run. Links of any
+page to files outside docs/ become links to the repository.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import html
 import importlib.util
 import inspect
 import json
+import os
 import posixpath
 import re
 import textwrap
@@ -38,6 +40,16 @@ NEEDS = {
     "loss": "`method.loss(x, output)`, added to the loss",
 }
 
+LETTERS = {
+    "θ": "weights",
+    "θ*": "the same when the last task ended",
+    "anchor": "the same when the last task ended",
+    "Ω": "importance",
+    "Δθ": "their change in a step",
+    "ΔW": "the change of a layer's weights W in a step",
+}
+"""What the letters of formulas mean, where the formula does not say so itself."""
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put a page for every method into the navigation, whatever methods there are."""
@@ -52,8 +64,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: move_links((HOME / name).read_text(), name, page) for name, page in OUTSIDE.items()}
     pages |= make_method_pages() | make_reference()
-    for notebook in sorted((HOME / "docs" / "notebooks").glob("*.ipynb")):
-        pages[f"notebooks/{notebook.stem}.md"] = convert_notebook(json.loads(notebook.read_text()), notebook.name)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels: sums in the same order on every machine
+    for path in sorted((HOME / "docs" / "notebooks").glob("*.ipynb")):
+        run = os.environ.get("AGSCL_RUN_NOTEBOOKS")
+        notebook = load_script("make_notebooks").run_notebook(path) if run else json.loads(path.read_text())
+        pages[f"notebooks/{path.stem}.md"] = convert_notebook(notebook, path.name)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -62,6 +77,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = page.file.src_uri
     return markdown if page.file.generated_by else move_links(markdown, f"docs/{path}", path)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Keep the link to the repository, but not the script that asks GitHub for its stars."""
+    return output.replace(' data-md-component="source"', "")
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
@@ -111,7 +131,10 @@ def describe_method(name: str, method: type[Any]) -> str:
     path = Path(inspect.getfile(method)).resolve().relative_to(HOME)
     blocks = [f"# {method.title}", f"**{first_line}**", origin]
     blocks += ["## Formula", "<blockquote><p>" + "<br>".join(map(html.escape, method.formula)) + "</p></blockquote>"]
-    blocks += ["## In a loop", details]
+    formula = " ".join(method.formula)
+    meanings = LETTERS | ({"θ": "the weights that come into a node"} if "‖θ" in formula else {})
+    letters = [f"{letter}: {meaning}" for letter, meaning in meanings.items() if letter in formula]
+    blocks += ["; ".join(letters) + "." if letters else "", "## In a loop", details]
     needs = ["an example input, to find the nodes"] if issubclass(method, NodeMethod) else []
     needs += [NEEDS[need] for need in NEEDS if need in method.needs]
     blocks.append("What it needs beside `begin_task`, steps and `end_task`: " + ("; ".join(needs) or "nothing") + ".")
@@ -153,7 +176,8 @@ def list_settings(method: type[Any]) -> str:
     lines = ["| setting | default | values | what it is |", "|---|---|---|---|"]
     for field in settings:
         kind = describe_type(hints[field.name])
-        lines.append(f"| `{field.name}` | `{field.default!r}` | {kind} | {help_lines[field.name]} |")
+        default = f"{field.default:.3g}" if isinstance(field.default, float) else repr(field.default)
+        lines.append(f"| `{field.name}` | `{default}` | {kind} | {help_lines[field.name]} |")
     return "\n".join(lines)
 
 
@@ -188,7 +212,7 @@ def describe_axis(axis: Any) -> str:
 
 def describe_memory(name: str) -> str:
     """What `results/memory.json` says about a method."""
-    made = load_make_docs()
+    made = load_script("make_docs")
     networks = json.loads((HOME / "results" / "memory.json").read_text())["networks"]
     if not all(name in network["methods"] for network in networks.values()):
         return "`agscl inspect MODEL` prints what it stores for a model; it is not in `results/memory.json` yet."
@@ -206,18 +230,19 @@ MEASURED = {"digits_comparison": "digits, five tasks", "tinyimagenet32": "Tiny I
 
 
 def list_figures(name: str) -> str:
-    made = load_make_docs()
-    lines = ["| data | seeds | average accuracy, % | forgetting, % | file |", "|---|---|---|---|---|"]
+    made = load_script("make_docs")
+    lines = ["| data | settings | seeds | average accuracy, % | forgetting, % | file |", "|---|---|---|---|---|---|"]
     for result, data in MEASURED.items():
         if row := made.load(result)["methods"].get(name):
             cells = [made.spread(row[key]["values"], 100) for key in ("average_accuracy", "forgetting")]
             link = f"[{result}.json]({REPOSITORY}/blob/main/results/{result}.json)"
-            lines.append(f"| {data} | {len(row['seeds'])} | {' | '.join(cells)} | {link} |")
+            settings = ", ".join(f"`{key}={value!r}`" for key, value in row["settings"].items())
+            lines.append(f"| {data} | {settings or 'none'} | {len(row['seeds'])} | {' | '.join(cells)} | {link} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def load_make_docs() -> Any:
-    spec = importlib.util.spec_from_file_location("make_docs", HOME / "docs" / "make_docs.py")
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, HOME / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -230,17 +255,28 @@ def load_make_docs() -> Any:
 REFERENCE = {
     "library": (
         "Library",
+        "`from agscl import MultiHead, NodeGraph, Certificate, freeze`",
         ["agscl.heads.MultiHead", "agscl.graph.nodes.NodeGraph", "agscl.certificate.Certificate", "agscl.freezing"],
     ),
-    "methods": ("Methods", ["agscl.methods._parts.lifecycle.Method", "agscl.methods._parts.node_method.NodeMethod"]),
-    "tasks": ("Tasks", ["agscl.tasks.task", "agscl.tasks.registry", "agscl.tasks.custom"]),
-    "testing": ("Testing", ["agscl.testing"]),
+    "methods": (
+        "Methods",
+        "Methods are imported from `agscl`: `from agscl import AGSCL`. First what they share: `Method`, the base of "
+        "all, and `NodeMethod`, of those that need the nodes. Formulas and settings: [Methods](../methods/index.md).",
+        ["agscl.methods._parts.lifecycle.Method", "agscl.methods._parts.node_method.NodeMethod"],
+    ),
+    "tasks": (
+        "Tasks",
+        "`from agscl.tasks import Task, load, from_folder, from_hub, from_tensors`",
+        ["agscl.tasks.task", "agscl.tasks.registry", "agscl.tasks.custom"],
+    ),
+    "testing": ("Testing", "`from agscl.testing import check_method`", ["agscl.testing"]),
     "integrations": (
         "Integrations",
+        "How to use them: [In the loops of other libraries](../integrations.md).",
         [f"agscl.integrations.{name}" for name in ("lightning", "transformers", "avalanche", "sb3", "hub")],
     ),
 }
-"""Pages of the reference: title and what stands on them. Every method is added to its page."""
+"""Pages of the reference: title, first line and what stands on them. Every method is added to its page."""
 
 
 def make_reference() -> dict[str, str]:
@@ -249,10 +285,16 @@ def make_reference() -> dict[str, str]:
     methods = [f"{method.__module__}.{method.__name__}" for method in find_methods().values()]
     more = {"methods": [*methods, "agscl.methods.together.Together", "agscl.methods.cpr.cpr_loss"]}
     pages = {}
-    for page, (title, names) in REFERENCE.items():
-        blocks = "\n\n".join(f"::: {name}" for name in [*names, *more.get(page, [])])
-        pages[f"api/{page}.md"] = f"# {title}\n\n{blocks}\n"
+    for page, (title, first_line, names) in REFERENCE.items():
+        blocks = "\n\n".join(reference_block(name) for name in [*names, *more.get(page, [])])
+        pages[f"api/{page}.md"] = f"# {title}\n\n{first_line}\n\n{blocks}\n"
     return pages
+
+
+def reference_block(name: str) -> str:
+    """Modules are headed by their full name; classes and functions by their own, whatever private file they are in."""
+    is_module = (HOME / "src" / name.replace(".", "/")).with_suffix(".py").exists()
+    return f"::: {name}" + ("" if is_module else "\n    options:\n      show_root_full_path: false")
 
 
 class FenceExamples(griffe.Extension):

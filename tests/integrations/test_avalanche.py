@@ -86,3 +86,15 @@ def test_the_example_prints_fine_tuning_beside_the_untuned_method(environment):
     plain, ours = (float(lines[number].split()[-1].rstrip("%")) for number in range(2))
     assert ours > plain
     assert "kept every bit (guaranteed for good)" in lines[2]
+
+
+def test_the_code_of_the_page_runs(environment):
+    block = "tests/project/test_code_blocks.py::test_the_code_of_a_page_runs[docs/integrations.md#Avalanche]"
+    start = (
+        f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); from torchvision_ops import import_torchvision; "
+        f"import_torchvision(); sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {block!r}]))"
+    )
+    home = HERE.parents[1]
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, env=environment, cwd=home)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "skipped" not in done.stdout

@@ -27,7 +27,7 @@ def test_transformers_installed_into_a_folder_passes_its_tests(tmp_path):
     if installed.returncode:
         pytest.skip(f"Transformers cannot be installed here: {installed.stderr.strip()[-200:]}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    files = ["tests/integrations/test_transformers.py", "tests/project/test_examples.py::" + EXAMPLE]
+    files = ["tests/integrations/test_transformers.py", "tests/project/test_examples.py::" + EXAMPLE, BLOCK]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HOME, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -38,3 +38,4 @@ EXAMPLE = (
     "test_an_example_in_the_loop_of_a_library_prints_fine_tuning_beside_the_untuned_method"
     "[transformers_loop-transformers]"
 )
+BLOCK = "tests/project/test_code_blocks.py::test_the_code_of_a_page_runs[docs/integrations.md#Transformers]"

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 from agscl.methods import find_methods
+from report.browser import Browser, find_chromium
 
 HOME = Path(__file__).parents[2]
 NOTEBOOKS = sorted((HOME / "docs" / "notebooks").glob("*.ipynb"))
@@ -40,7 +42,8 @@ def test_every_method_declares_its_formula():
 def test_the_site_loads_nothing_from_a_network():
     text = (HOME / "mkdocs.yml").read_text()
     assert "font: false" in text
-    assert not re.search(r"^extra_(css|javascript):", text, re.MULTILINE)
+    assert re.findall(r"^extra_(?:css|javascript): .*", text, re.MULTILINE) == ["extra_css: [site.css]"]
+    assert "http" not in (HOME / "docs" / "site.css").read_text()
     repository = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     assert f"\nrepo_url: {repository}\n" in text
 
@@ -68,16 +71,54 @@ def test_the_page_of_a_method_has_its_formula_and_all_its_settings(maker):
     assert ">>>" not in page
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_has_a_page_for_every_method(maker, tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built with the notebooks as they are kept."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[site]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_link_of_the_site_leads_to_a_page_and_a_heading_of_it(site):
+    pages = {path.resolve(): path.read_text() for path in site.rglob("*.html") if path.name != "404.html"}
+    anchors = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
+    for path, text in pages.items():
+        for link in re.findall(r'(?:href|src)="([^"]*)"', text):
+            target, _, anchor = link.partition("#")
+            if re.match("(https?|data):", link):
+                continue
+            found = (path.parent / unquote(target)).resolve() if target else path
+            assert found.exists(), f"{path.name}: {link}"
+            assert not anchor or found not in anchors or unquote(anchor) in anchors[found], f"{path.name}: {link}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_no_page_is_wider_than_a_phone_and_none_asks_a_network(site, tmp_path, dark):
+    with Browser(tmp_path, dark=dark) as browser:
+        browser.set_size(390, 900)
+        for page in [*site.rglob("*.html")]:
+            if page.name == "404.html":  # its paths are those of a server
+                continue
+            browser.open(page)
+            wider = browser.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wider <= 0, f"{page.name} is {wider} px wider than the screen"
+            assert not [address for address in browser.requests if address.startswith("http")]
+            assert not browser.errors, f"{page.name}: {browser.errors}"
+
+
+@pytest.mark.slow
+def test_the_site_has_a_page_for_every_method_and_loads_nothing_from_a_network(site):
     for name in find_methods():
-        assert (tmp_path / "methods" / f"{name}.html").exists()
+        assert (site / "methods" / f"{name}.html").exists()
     for notebook in NOTEBOOKS:
-        assert (tmp_path / "notebooks" / f"{notebook.stem}.html").exists()
-    pages = [path.read_text() for path in tmp_path.rglob("*.html")]
+        assert (site / "notebooks" / f"{notebook.stem}.html").exists()
+    pages = [path.read_text() for path in site.rglob("*.html")]
     loaded = {address for page in pages for address in re.findall(r'<(?:script|img)[^>]* src="(https?:[^"]+)"', page)}
     loaded |= {
         tag

@@ -230,8 +230,8 @@ class AGSCL(NodeMethod):
 
     >>> method = AGSCL(model, example_input)
 
-    No setting is needed; there are the fields of `AGSCLConfig`. `example_input`, `heads`, `exclude` and `excluded` are
-    those of every method that knows the nodes (`NodeMethod`).
+    No setting is needed; those that there are stand in `AGSCLConfig`. `example_input`, `heads`, `exclude` and
+    `excluded` are as in every method that needs the nodes (`NodeMethod`).
     """
 
     title = "AGS-CL"

@@ -246,7 +246,7 @@ class HATPlan(NodePlan):
 
 
 class HAT(NodeMethod):
-    """Learn task after task with a gate on every node (group of nodes) of the `NodeGraph`.
+    """Learn task after task with gates that say which nodes each task uses.
 
     >>> method = HAT(model, example_input, c=0.75, s_max=400)
     >>> method = HAT(model, example_input, c=2.5, **HAT.paper)  # as in the AGS-CL paper's table
