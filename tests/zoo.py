@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -556,6 +557,31 @@ class InvertedResiduals(nn.Module):
         return F.relu6(self.last(x)).mean((2, 3))
 
 
+class RecurrentNet(nn.Module):
+    """Reads what an LSTM puts out and the state that it ends in, which has its batch second."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 6)
+        self.rnn = kind(6, 4, num_layers=2, batch_first=True)
+        self.fc2 = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, state = self.rnn(F.relu(self.fc1(x)))
+        last = (state[0] if isinstance(state, tuple) else state)[-1]
+        return F.relu(self.fc2(torch.cat([last, outputs.mean(1)], 1)))
+
+
+class TransformerNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.fc = nn.Linear(30, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.fc(self.block(x).flatten(1)))
+
+
 class TransposedNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -629,4 +655,7 @@ DIFFICULT: dict[str, Difficult] = {
         tuple(f"blocks.{block}.{part}" for block in range(3) for part in (6, 7)),
     ),
     "transposed": Difficult(TransposedNet, (3, 8, 8), ("up",), ("up",)),
+    "lstm": Difficult(RecurrentNet, (5, 6), ("rnn",), ("rnn",)),
+    "gru": Difficult(partial(RecurrentNet, nn.GRU), (5, 6), ("rnn",), ("rnn",)),
+    "transformer": Difficult(TransformerNet, (5, 6), ("block.self_attn",), ("block",)),
 }

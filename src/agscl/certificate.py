@@ -295,7 +295,7 @@ class Certificate:
         ending = f". Note: {'; '.join(notes)}" if notes else ""
         claims = f"{nodes}{kind}, {zeros}{heads}"
         if not self.layout.size:
-            claims = f"{heads} (all that {self.method} certifies; outputs of old tasks may change)"
+            claims = f"{heads} (all that {self.method} certifies: what the heads read is not checked)"
         return f"{warning}after task {self.task!r}: {claims}{ending}"
 
     def save(self, path: str | Path) -> None:

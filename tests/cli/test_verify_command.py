@@ -199,7 +199,7 @@ def test_words_of_run_and_verify_are_those_of_the_table_and_fit_80_columns(tmp_p
     for method, words in (
         ("agscl", "important nodes kept every bit (guaranteed for good)"),
         ("paper-agscl", "important nodes kept every bit (in this task; a later one may change them)"),
-        ("ewc", "4 earlier heads unchanged (all that EWC certifies; outputs of old tasks may change)"),
+        ("ewc", "4 earlier heads unchanged (all that EWC certifies: what the heads read is not checked)"),
     ):
         config = configure("digits", method=method, epochs=1, reference=False)
         with Run(Path("runs") / method) as run:

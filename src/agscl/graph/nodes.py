@@ -170,6 +170,7 @@ class NodeGraph:
                 note = f"That was tried, and the forward pass raised {type(other).__name__}: {other}"
                 break
         exclude, self.exclude = self.exclude, given
+        note = " ".join(filter(None, [note, "PackNet and WSN need no nodes: they freeze single weights."]))
         return NodeGraphError(*refusals.values(), exclude=exclude, note=note)
 
     def _first_task(self) -> str | None:
@@ -276,7 +277,8 @@ class NodeGraph:
             f"the trained parameter {name} ({type(module).__name__}) belongs to no node: nodes are outputs of Linear "
             "and Conv layers, with the scale and shift of BatchNorm."
         )
-        if holder and not any(isinstance(m, LAYERS) for m in module.modules()):
+        layers = (name for name, layer in self.model.named_modules() if isinstance(layer, LAYERS))
+        if holder and not all(_is_within(name, (holder, *self._head_names)) for name in layers):
             return Refusal(holder, reason, exclude=(holder,))
         return Refusal(holder or name, reason, "Move it into a module of its own, and exclude that one.")
 
@@ -603,7 +605,8 @@ class NodeGraph:
 
     def __str__(self) -> str:
         groups = f" in {self.size} groups" if self.size != self.node_count else ""
-        lines = [f"{type(self.model).__name__}: {self.node_count} nodes{groups} in {len(self.layers)} layers"]
+        layers = "1 layer" if len(self.layers) == 1 else f"{len(self.layers)} layers"
+        lines = [f"{type(self.model).__name__}: {self.node_count} nodes{groups} in {layers}"]
         width = max(len(name) for name in self.layers)
         layer_groups = {name: set(layer.groups.tolist()) for name, layer in self.layers.items()}
         for name, layer in self.layers.items():

@@ -381,12 +381,17 @@ class NodeProbe:
         def randomise_output(module: nn.Module, args: Any, output: Any) -> Any:
             generator = torch.Generator().manual_seed(0)
 
-            def randomise(leaf: Any) -> Any:
+            def randomise(leaf: Any, batch_dim: int = 0) -> Any:
                 if not isinstance(leaf, Tensor):
                     return leaf
-                sample = _random_output(leaf[:2], generator)[0]
-                return _like_layout(sample.expand(len(leaf), *leaf.shape[1:]).to(leaf), leaf)
+                batch_first = leaf.movedim(batch_dim, 0)
+                sample = _random_output(batch_first[:2], generator)[0]
+                values = sample.expand(batch_first.shape).movedim(0, batch_dim)
+                return _like_layout(values.to(leaf), leaf)
 
+            if isinstance(module, nn.RNNBase):  # its state is (layers, batch, …)
+                values, state = output
+                return randomise(values), tree_map(partial(randomise, batch_dim=1), state)
             return tree_map(randomise, output)
 
         def pass_through(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:

@@ -104,7 +104,9 @@ def _describe_proof(run: RunData) -> tuple[list[str], bool]:
     before = len(last.held) + len(last.moved)
     guaranteed = last.kind == "guaranteed" and not last.moved and not last.warnings
     if not last.layout.size:
-        sentences.append(f"{get_title(run.method)} certifies the heads of old tasks only; what they read may change.")
+        sentences.append(
+            f"{get_title(run.method)} certifies the heads of old tasks only; what they read is not checked."
+        )
     elif guaranteed:
         sentences.append(
             f"All {before:,} nodes that were important before the last task kept every bit, and no later task can "
