@@ -30,6 +30,17 @@ def blobs(number: int, classes: int = 3, inputs: int = 16, size: int = 48) -> li
     return list(zip(x.split(size // 4), y.split(size // 4), strict=True))
 
 
+class OneHead(nn.Module):
+    """A model whose tasks share one head, `out`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = mlp(), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(x))
+
+
 def make(kind: type[Method], model: nn.Module, *, inputs: int = 16, **settings: Any) -> Method:
     """A method of any kind on a model that reads vectors."""
     if issubclass(kind, NodeMethod):

@@ -10,6 +10,8 @@ from torch import nn
 from agscl import FineTune, MultiHead, PaperAGSCL
 from loops import blobs, learn, mlp
 
+X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
+
 
 def test_features_are_found_from_the_trunk_also_through_convolutions():
     model = MultiHead(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
@@ -108,3 +110,42 @@ def test_an_old_head_in_the_new_tasks_loss_still_does_not_move():
     for _ in range(3):
         optimizer.step(closure)
     assert torch.equal(old, model.heads["t0"].weight)
+
+
+def test_a_layer_that_two_heads_share_is_trained_and_an_old_head_is_given_back_as_it_was():
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), features=8)
+    shared = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FineTune(model) as method:
+        for task in ("a", "b"):
+            model.add_head(task, nn.Sequential(shared, nn.Linear(4, 2)))
+            method.begin_task(task, optimizer)
+            trained = {name for name, p in model.heads.named_parameters() if p.requires_grad}
+            own = {f"{task}.1.weight", f"{task}.1.bias"}
+            assert trained == {"a.0.weight", "a.0.bias", *own}  # a shared layer is named after the first head
+            F.cross_entropy(model(X, task), Y).backward()
+            optimizer.step()
+            method.end_task([(X, Y)])
+            assert all(p.requires_grad for p in model.parameters())
+        model.heads["a"].requires_grad_(False)
+        model.add_head("c", 2)
+        method.begin_task("c", optimizer)
+        assert not any(p.requires_grad for p in model.heads["b"].parameters())
+    assert not any(p.requires_grad for p in model.heads["a"].parameters())
+    assert all(p.requires_grad for p in [*model.heads["b"][1].parameters(), *model.heads["c"].parameters()])
+
+
+def test_a_head_that_was_replaced_between_tasks_is_the_one_that_is_frozen():
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), features=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = FineTune(model)
+    for task in ("a", "b", "c"):
+        model.add_head(task, 2)
+        method.begin_task(task, optimizer)
+        assert {name for name, head in model.heads.items() if head.weight.requires_grad} == {task}
+        F.cross_entropy(model(X, task), Y).backward()
+        optimizer.step()
+        method.end_task([(X, Y)])
+        model.heads["a"] = nn.Linear(8, 2)

@@ -138,7 +138,9 @@ class Heads:
     def __init__(self, model: nn.Module, place: HeadPlace | None = None) -> None:
         self.model, self.place = model, place
         self._container: nn.Module | None = None  # of the heads; None where `place` is a function
-        self._seen_heads: dict[str, tuple[nn.Module, dict[str, nn.Parameter]]] = {}  # with their parameters
+        self._seen_heads: dict[str, nn.Module] = {}  # and their parameters, by name
+        self._seen_parameters: dict[str, nn.Parameter] = {}
+        self._seen_names: dict[int, str] = {}  # by id of the parameter
         if place is None:
             if not isinstance(model, MultiHead):
                 raise ValueError(
@@ -215,27 +217,32 @@ class Heads:
         ids = {id(p) for task in tasks for p in self.get_head(task, tasks).parameters()}
         return {name: p for name, p in list_parameters(self.model).items() if id(p) in ids}
 
-    def recall_parameters(self, tasks: Sequence[str], trained: Set[int]) -> dict[str, nn.Parameter]:
-        """As `parameters`, without a look into heads seen before: there may be hundreds.
+    def recall_parameters(
+        self, tasks: Sequence[str], trained: Set[int]
+    ) -> tuple[dict[str, nn.Parameter], dict[int, str]]:
+        """As `parameters` and `name_parameters`, without a look into heads seen before: there may be hundreds.
 
         Only where optimizers hold a parameter (`trained`, their ids) that is not known, all are listed again: a loop
         may have replaced some, e.g. by `load_state_dict(…, assign=True)`.
         """
-        if not isinstance(self._container, nn.ModuleDict | nn.ModuleList):
-            return self.parameters(tasks)
-        found: dict[str, nn.Parameter] = {}
-        for key, head in self._container._modules.items():
-            assert head is not None
-            seen = self._seen_heads.get(key)
-            if seen is None or seen[0] is not head:
-                named = {f"{self.prefix}.{key}.{name}": p for name, p in list_parameters(head).items()}
-                seen = self._seen_heads[key] = (head, named)
-            found.update(seen[1])
-        known = {id(p) for p in found.values()}.union(map(id, self.list_trunk_parameters().values()))
-        if trained <= known:
-            return found
-        self._seen_heads.clear()
-        return self.parameters(tasks)
+        if isinstance(self._container, nn.ModuleDict | nn.ModuleList):
+            modules = self._container._modules
+            if not self._seen_heads.items() <= modules.items():  # one was replaced
+                self._forget_heads()
+            for key in [key for key in modules if key not in self._seen_heads]:
+                head = self._seen_heads[key] = self._container.get_submodule(key)
+                for name, parameter in list_parameters(head).items():
+                    self._seen_parameters[f"{self.prefix}.{key}.{name}"] = parameter
+                    self._seen_names[id(parameter)] = f"{self.prefix}.{key}.{name}"
+            names = {**self._seen_names, **{id(p): name for name, p in self.list_trunk_parameters().items()}}
+            if trained <= names.keys():
+                return self._seen_parameters.copy(), names
+            self._forget_heads()
+        found = self.parameters(tasks)
+        return found, self.name_parameters(found)
+
+    def _forget_heads(self) -> None:
+        self._seen_heads, self._seen_parameters, self._seen_names = {}, {}, {}
 
     def list_trunk_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters outside the module that holds the heads, by name; all where that is not known."""

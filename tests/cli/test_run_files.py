@@ -298,6 +298,7 @@ def test_no_flipped_bit_passes_unnoticed_by_verify(runs, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_none_of_500_flipped_bits_passes_unnoticed_by_verify(runs, capsys):
     flip_bits(capsys, 500, seed=1)
 
@@ -329,6 +330,7 @@ def test_a_resumed_run_with_a_flipped_bit_ends_with_the_same_result_or_a_sentenc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_resumed_runs_with_100_flipped_bits_end_with_the_same_result_or_a_sentence(runs, capsys):
     resume_after_flips(runs, capsys, 100, seed=1)
 

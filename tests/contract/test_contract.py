@@ -158,9 +158,9 @@ def test_methods_that_forget_nothing_save_all_that_they_are_asked_to(name):
 
 
 class LeakyPlan(FineTune.Plan):
-    def freeze(self, parameters: Any) -> None:
+    def freeze(self, parameters: Any, **options: Any) -> None:
         if self.method.fault != "heads":
-            super().freeze(parameters)
+            super().freeze(parameters, **options)
 
     def add_penalty(self, optimizer: Any, scale: Any) -> None:
         count = self.__dict__.setdefault("count", 0)

@@ -17,7 +17,7 @@ from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods._parts.reinit import choose_groups
 from agscl.runs.checkpoints import hash_state
-from loops import adam, bits, blobs, learn, make, mlp, same
+from loops import OneHead, adam, bits, blobs, learn, make, mlp, same
 
 SETTINGS = {"mu": 12, "lam": 1000, "rho": 0.3}
 
@@ -640,16 +640,8 @@ def test_a_model_with_heads_of_its_own_forgets_nothing_either(heads):
 
 
 def test_a_shared_head_is_trained_by_every_task_and_the_certificate_says_so():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.out = mlp(), nn.Linear(32, 3)
-
-        def forward(self, x):
-            return self.out(self.body(x))
-
     torch.manual_seed(0)
-    model = Shared()
+    model = OneHead()
     optimizer = adam(model)
     method = PaperAGSCL(model, torch.zeros(2, 16), **SETTINGS, heads="out")
     for number in range(2):

@@ -31,7 +31,7 @@ from agscl.networks import NETWORKS
 from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, derive_seed
-from loops import bits, blobs, leave_process_group, make, mlp, same
+from loops import OneHead, bits, blobs, leave_process_group, make, mlp, same
 from zoo import SUPPORTED
 
 ALL = [HAT, PackNet, WSN, LwF, GPM, TRGP, SPG, Frozen]
@@ -777,16 +777,8 @@ def test_a_nearly_used_weight_hardly_moves_under_adam_too():
 
 
 def test_a_task_is_viewed_through_its_own_gates_where_the_model_takes_no_task():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.out = mlp(), nn.Linear(32, 3)
-
-        def forward(self, x):
-            return self.out(self.body(x))
-
     torch.manual_seed(0)
-    model = Shared()
+    model = OneHead()
     method = HAT(model, torch.zeros(2, 16), heads="out")
     optimizer = OPTIMIZERS["adam"](model.body.parameters())
     x = torch.randn(4, 16)

@@ -144,6 +144,22 @@ def test_related_are_the_tasks_whose_subspaces_hold_most_of_the_first_gradient(t
     assert list(method.plan.scales["trunk.weight"]) == chosen
 
 
+def test_shares_are_measured_over_all_groups_whatever_number_of_directions_a_task_knew():
+    generator = torch.Generator().manual_seed(0)
+    method = TRGP(MultiHead(nn.Conv1d(8, 6, 1, groups=2), features=6))
+    bases = torch.linalg.qr(torch.randn(2, 4, 4, generator=generator))[0]
+    masks = {"a": [[1, 0], [0, 1]], "b": [[1, 1, 0], [0, 1, 1]], "c": [[0, 0, 0], [0, 0, 0]], "d": [[0] * 3 + [1]] * 2}
+    method.knowledge.bases = {"trunk.weight": bases}
+    method.knowledge.used = {task: {"trunk.weight": torch.tensor(mask).bool()} for task, mask in masks.items()}
+    gradient = torch.randn(6, 4, 1, generator=generator)
+    rows, total = gradient.reshape(2, 3, 4).double(), float(gradient.double().norm())
+    expected = {}
+    for task in "abd":  # c owns nothing
+        parts = select_directions(bases, method.knowledge.used[task]["trunk.weight"]).double()
+        expected[task] = float((rows @ parts).norm()) / total
+    assert method.measure_shares("trunk.weight", gradient) == pytest.approx(expected)
+
+
 def test_the_first_gradient_of_the_scales_is_that_of_autograd():
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(5, 8, generator=draw, requires_grad=True)

@@ -18,7 +18,7 @@ from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods.ewc import sample_classes
 from agscl.networks.mlp import MLP
-from loops import adam, bits, blobs, learn, mlp, same
+from loops import OneHead, adam, bits, blobs, learn, mlp, same
 
 ALL = {
     "ewc": (EWC, {"lam": 50.0}),
@@ -829,16 +829,8 @@ def test_memory_reported_between_tasks_is_memory_held(name):
 
 
 def test_a_model_whose_tasks_share_one_head_has_it_protected():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.out = mlp(), nn.Linear(32, 3)
-
-        def forward(self, x):
-            return self.out(self.body(x))
-
     torch.manual_seed(0)
-    model = Shared()
+    model = OneHead()
     optimizer = adam(model)
     method = EWC(model, heads="out")
     method.begin_task("t0", optimizer)

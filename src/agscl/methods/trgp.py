@@ -153,7 +153,7 @@ class TRGPPlan(SubspacePlan):
         if shares is None:  # the gradient is 0 or not finite: wait for the next
             return
         config = self.method.config
-        trusted = [task for task in shares if shares[task] >= config.trust and self.method.can_scale(name)]
+        trusted = [task for task in shares if shares[task] >= config.trust] if self.method.can_scale(name) else []
         related = sorted(trusted, key=shares.__getitem__, reverse=True)[: config.related]
         subspaces = {task: self.method.find_subspace(name, task) for task in related}
         self.scales[name] = {
@@ -259,8 +259,17 @@ class TRGP(SubspaceMethod):
             return None
         energies = (rows @ basis.double()).square().sum(1)  # (groups, directions)
         used = {task: masks[name] for task, masks in self.knowledge.used.items() if name in masks}
-        in_subspace = {task: float(energies[:, : mask.shape[1]][mask].sum()) for task, mask in used.items()}
-        return {task: (energy / total) ** 0.5 for task, energy in in_subspace.items() if bool(used[task].any())}
+        if not used:
+            return {}
+        # all tasks side by side, (groups, directions of the first, of the second, …): there may be hundreds
+        masks = torch.cat([*used.values()], 1)
+        lengths = torch.tensor([mask.shape[1] for mask in used.values()], device=masks.device)
+        directions = torch.arange(masks.shape[1], device=masks.device)
+        directions -= (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        owned = torch.stack([(energies[:, directions] * masks).sum(0), masks.any(0)])
+        owner = torch.arange(len(used), device=masks.device).repeat_interleave(lengths)
+        energy, count = owned.new_zeros(2, len(used)).index_add_(1, owner, owned).tolist()
+        return {task: (e / total) ** 0.5 for task, e, n in zip(used, energy, count, strict=True) if n}
 
     # Running the model for a task ------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import reduce
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -89,7 +88,10 @@ class WSNPlan(FixedWeightsPlan):
         self._fixed = []
         if masks := list(self.method.knowledge.masks.values()):
             weights = self.method.masked_parameters()
-            used = unpack_masks(reduce(torch.bitwise_or, masks), weights)
+            used_bits = masks[0].clone()
+            for bits in masks[1:]:
+                used_bits |= bits
+            used = unpack_masks(used_bits, weights)
             self._fixed = [(p, used[name], p.detach().clone()) for name, p in weights.items()]
 
     def start(self) -> None:

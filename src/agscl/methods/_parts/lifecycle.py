@@ -531,8 +531,8 @@ class Method:
             return
         *others, current = self.tasks
         before, digests, suspects = self._head_versions, self.knowledge.head_digests, others[-1:]
-        versions = {name: p._version for name, p in heads.items() if name in before or not is_lazy(p)}
-        if not before.items() <= versions.items():
+        versions = dict(zip(heads, [p._version for p in heads.values()], strict=True))
+        if [*map(versions.get, before)] != [*before.values()]:
             written = {name for name, version in before.items() if versions.get(name, version) != version}
             names = {task: self.heads.tensor_names(task, self.tasks) for task in others}
             suspects = [task for task in others if task in suspects or written.intersection(names[task])]
@@ -579,12 +579,18 @@ class Method:
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"Expected a torch.optim optimizer, got {type(optimizer).__name__}.")
-        trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        if not any(id(p) in trained for p in self.model.parameters()):
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        trunk, every = self.heads.list_trunk_parameters().values(), self.model.parameters()
+        if not any(_hold_any(groups, parameters) for parameters in (trunk, every)):
             raise ValueError(
                 "The optimizer holds none of the model's parameters. Was the model copied or moved after the "
                 "optimizer was made? Then make the optimizer again."
             )
+
+
+def _hold_any(groups: Sequence[Sequence[nn.Parameter]], parameters: Iterable[nn.Parameter]) -> bool:
+    ids = {id(p) for p in parameters}
+    return any(id(p) in ids for group in groups for p in group)
 
 
 def _concat_parts(output: Any) -> Tensor:

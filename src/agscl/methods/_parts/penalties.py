@@ -93,12 +93,14 @@ class WeightPlan(Plan):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.weights: list[ProtectedWeights] = []  # per optimizer
-        self._trained_counts: list[int] = []
+        self._trained: tuple[list[int], list[bool]] | None = None
+        self._watched: list[nn.Parameter] = []  # all that the method would protect, trained or not
         self._frozen_norms: StatisticsFreezer | None = None
 
     def build(self) -> None:
         method = self.method
-        self._trained_counts = self._count_trained()
+        self._watched = list(list_protectable(method).values())
+        self._trained = self._list_trained()
         norms = method.find_trunk_norms()
         if norms and method.config.batchnorm == "freeze" and len(method.tasks) > 1 and self._frozen_norms is None:
             self._frozen_norms = StatisticsFreezer(norms)
@@ -143,13 +145,14 @@ class WeightPlan(Plan):
         """Per weight, the tensors that the hooks need: anchor, importance, and more where a method adds some."""
         return [self.method.knowledge.anchors, self.importances]
 
-    def _count_trained(self) -> list[int]:
-        """How many weights each param group trains: a loop may add or unfreeze some within a task."""
-        return [sum([p.requires_grad for p in group["params"]]) for o in self.optimizers for group in o.param_groups]
+    def _list_trained(self) -> tuple[list[int], list[bool]]:
+        """How many weights each param group holds, and which are trained: a loop may add or unfreeze some in a task."""
+        sizes = [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        return sizes, [p.requires_grad for p in self._watched]
 
     def rebuild_if_changed(self) -> None:
         """Build again if the loop has changed which weights the optimizers train."""
-        if self._count_trained() != self._trained_counts:
+        if self._list_trained() != self._trained:
             self.build()
 
     def protected_by(self, optimizer: Optimizer) -> ProtectedWeights:
@@ -195,11 +198,15 @@ def _clip_curvatures(
     return [torch.minimum(weight_curvature, limit) for weight_curvature, limit in zip(curvatures, limits, strict=True)]
 
 
-def find_protected(method: Method) -> dict[str, nn.Parameter]:
-    """All trained weights outside the heads, and a head that all tasks share, by name."""
+def list_protectable(method: Method) -> dict[str, nn.Parameter]:
+    """All weights outside the heads, and a head that all tasks share, by name."""
     heads = method.heads
-    named = list_parameters(method.model) if heads.is_shared else heads.list_outside_parameters(method.tasks)
-    return {name: p for name, p in named.items() if p.requires_grad}
+    return list_parameters(method.model) if heads.is_shared else heads.list_outside_parameters(method.tasks)
+
+
+def find_protected(method: Method) -> dict[str, nn.Parameter]:
+    """Those of them that are trained."""
+    return {name: p for name, p in list_protectable(method).items() if p.requires_grad}
 
 
 class WeightMethod(Method):

@@ -44,7 +44,7 @@ class Plan:
         self.version = 0  # counts up when what a step does has changed
         self.head_parameters: Mapping[str, nn.Parameter] = {}  # of all heads, by name
         self.frozen: list[nn.Parameter] = []  # no step may change them: heads of other tasks, excluded modules
-        self._requires_grad_before: list[tuple[nn.Parameter, bool]] = []  # of frozen parameters
+        self._trainable_before: list[nn.Parameter] = []  # those of them that will require gradients again
         self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
         self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
 
@@ -55,14 +55,13 @@ class Plan:
         method = self.method
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         trained = {id(p) for group in groups for p in group["params"]}
-        heads = self.head_parameters = method.heads.recall_parameters(method.tasks, trained)
-        names = method.heads.name_parameters(heads)
+        self.head_parameters, names = method.heads.recall_parameters(method.tasks, trained)
         self._add_head_to_optimizer(groups, trained, names)
         self._average_head()
         method.knowledge.parameter_order = self._list_parameter_order(names)
         if not method.heads.is_shared:
             own_head = {id(p) for p in method.heads.get_head(self.task, method.tasks).parameters()}
-            self.freeze(p for p in heads.values() if id(p) not in own_head)
+            self.freeze(self.head_parameters.values(), skip=own_head)
         for optimizer in self.optimizers:
             StepHooks.attach(optimizer, self)
 
@@ -76,9 +75,9 @@ class Plan:
         """Remove the hooks and restore `requires_grad`."""
         for optimizer in self.optimizers:
             StepHooks.detach(optimizer, self)
-        for parameter, required in reversed(self._requires_grad_before):
-            parameter.requires_grad = required
-        self.frozen, self._requires_grad_before = [], []
+        for parameter in self._trainable_before:
+            parameter.requires_grad = True
+        self.frozen, self._trainable_before = [], []
 
     def cancel(self) -> None:
         """As `detach`, for a task that could not begin: the optimizers lose the new head too."""
@@ -93,8 +92,10 @@ class Plan:
     ) -> None:
         """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
         head = self.method.heads.get_head(self.task, self.method.tasks)
-        head_ids = {id(p) for p in self.head_parameters.values()} if len(groups) > 1 else set()
-        target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
+        target = groups[0]
+        if len(groups) > 1:
+            head_ids = {id(p) for p in self.head_parameters.values()}
+            target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
         for parameter in head.parameters():
             if id(parameter) not in trained:
                 self._add_to_group(target, parameter, names[id(parameter)])
@@ -128,23 +129,19 @@ class Plan:
         groups = [optimizer.param_groups for optimizer in self.optimizers]
         return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
 
-    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Freeze parameters until the end of this task."""
-        # a lazy one is of a head that no forward pass has run yet
-        chosen = [p for p in parameters if type(p) is nn.Parameter or not is_lazy(p)]
-        if not chosen:
-            return
+    def freeze(self, parameters: Iterable[nn.Parameter], *, skip: Set[int] = frozenset()) -> None:
+        """Freeze parameters until the end of this task, but for those with an id in `skip`."""
         plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
-        earlier = {id(p): required for plan in plans for p, required in plan._requires_grad_before}
-        before = [(p, p.requires_grad) for p in chosen]
-        if earlier:  # what another method froze already was trainable before
-            before = [(p, earlier.get(id(p), required)) for p, required in before]
-        self._requires_grad_before += before
-        for parameter in chosen:
-            parameter.requires_grad = False
+        earlier = {id(p) for plan in plans for p in plan._trainable_before}  # frozen by another method already
+        for parameter in parameters:  # once over all of them: there may be hundreds of heads
+            if id(parameter) in skip or (type(parameter) is not nn.Parameter and is_lazy(parameter)):
+                continue  # a lazy one is of a head that no forward pass has run yet
+            if parameter.requires_grad or id(parameter) in earlier:
+                self._trainable_before.append(parameter)
+                parameter.requires_grad = False
             if parameter.grad is not None:
                 parameter.grad = None
-        self.frozen += chosen
+            self.frozen.append(parameter)
 
     # The phases of a step; empty unless overridden -------------------------------------------------------------------
 
