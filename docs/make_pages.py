@@ -2,12 +2,13 @@
 
 python docs/make_pages.py
 
-The pages are made from a run of digits, which takes seconds, and from files in results/. They are not kept in the
-repository: each holds Vega's scripts. The picture needs Chromium; without it, the one that is there stays.
+The pages are made from a run of digits (seconds), a run of control with recorded play (minutes), and files in results/.
+The picture needs Chromium; without it, the one that is there stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -17,8 +18,10 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parent.parent
 PAGES = HOME / "docs" / "pages"
 PICTURE = HOME / "docs" / "report.png"
-KINDS = {"comparison": "tinyimagenet32", "agents": "atari8-short", "control": "control", "study": "studies/digits-aopc"}
-"""The pages made of results, where these are there."""
+RUNS = {"digits": "digits", "agents": "control"}
+"""For each page made of a run, its preset."""
+RESULTS = {"comparison": "tinyimagenet32", "study": "studies/digits-aopc"}
+"""For each page made of a file in results/, its name."""
 
 sys.path.insert(0, str(HOME / "tests"))
 
@@ -28,14 +31,15 @@ def main() -> None:
 
     PAGES.mkdir(exist_ok=True)
     os.environ["AGSCL_REPORT"] = "0"
-    with tempfile.TemporaryDirectory() as folder:
-        run_command(["run", "digits", "--runs", folder, "--name", "digits"])
-        run_command(["report", f"{folder}/digits", "--out", str(PAGES / "digits.html")])
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # pages name the folders of their runs
+        for kind, preset in RUNS.items():
+            run_command(["run", preset, "--name", preset])
+            if kind == "agents":
+                run_command(["play", preset])
+            run_command(["report", preset, "--out", str(PAGES / f"{kind}.html")])
         take_picture(PAGES / "digits.html", Path(folder))
-    for kind, name in KINDS.items():
-        result = HOME / "results" / f"{name}.json"
-        if result.exists():
-            run_command(["report", str(result), "--out", str(PAGES / f"{kind}.html")])
+    for kind, name in RESULTS.items():
+        run_command(["report", str(HOME / "results" / f"{name}.json"), "--out", str(PAGES / f"{kind}.html")])
 
 
 def take_picture(page: Path, folder: Path) -> None:

@@ -17,6 +17,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 WAIT = 60.0
 """Seconds until an answer counts as missing."""
 
+READY = """(async () => {
+  while (document.getElementById("data") && !window.agsclReady) await new Promise((done) => setTimeout(done, 5));
+  return performance.now();
+})()"""
+
 
 def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -134,7 +139,7 @@ class Browser:
             if time.monotonic() > end:
                 raise TimeoutError("the page did not load")
             self._note(self._receive())
-        return float(self.run("performance.now()"))
+        return float(self.run(READY))
 
     def measure_work(self) -> float:
         """Milliseconds of the processor that the page's main thread has used for this page so far."""
@@ -181,3 +186,25 @@ class Browser:
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full, **(area if full else {}))
         path.write_bytes(base64.b64decode(answer["data"]))
         return path
+
+
+SHOTS = os.environ.get("AGSCL_SHOTS")
+"""A folder to keep screenshots in, to look at them."""
+
+
+def keep_screenshot(browser: Browser, name: str, folder: Path) -> Path:
+    path = browser.take_screenshot(folder / f"{name}.png")
+    assert path.stat().st_size > 20_000
+    if SHOTS:
+        shutil.copy(path, Path(SHOTS) / path.name)
+    return path
+
+
+def time_slider(browser: Browser) -> list[float]:
+    """Milliseconds that the node map takes to show each task, from the first to the last."""
+    times: list[float] = browser.run(
+        "(() => { const slider = document.getElementById('task'), times = [];"
+        " for (let task = 0; task <= slider.max; task++) { slider.value = task; const start = performance.now();"
+        " slider.dispatchEvent(new Event('input')); times.push(performance.now() - start); } return times; })()"
+    )
+    return times

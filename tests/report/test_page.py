@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from agscl.certificate import Certificate
 from agscl.cli.main import main
 from agscl.experiments.run import certificate_path
 from agscl.report import NothingToShow, make_page, read_report, vega
-from agscl.report.page import MAX_BYTES, encode_data
+from agscl.report.page import MAX_BYTES, pack_text
 from agscl.report.read import add_provenance
 from agscl.report.tables import list_rows
 from agscl.report.words import judge
@@ -40,7 +43,8 @@ def read_text(page: str) -> str:
 
 
 def read_data(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    packed = re.search(r'<script type="text/plain" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 def test_the_page_of_a_run_has_all_parts_in_their_order_and_no_network(digits):
@@ -114,9 +118,9 @@ def test_a_task_called_script_is_text_everywhere(tmp_path, without_pictures):
 
 
 def test_data_within_a_script_element_cannot_end_it():
-    text = encode_data({"name": "</script><!--<script>", "line": "\u2028"})
-    assert not set("<>&\u2028") & set(text)
-    assert json.loads(text)["name"] == "</script><!--<script>"
+    text = pack_text("</script><!--<script>\u2028")
+    assert re.fullmatch(r"[\w+/=]+", text, re.ASCII)
+    assert zlib.decompress(base64.b64decode(text)).decode() == "</script><!--<script>\u2028"
 
 
 def test_nodes_that_moved_are_counted_by_the_task_that_took_them(tmp_path, without_pictures):
@@ -151,6 +155,9 @@ def test_an_unfinished_run_says_how_far_it_is(run, without_pictures):
     assert "not finished" in text
     assert "This run is not finished: task" in text
     assert "So far, AGS-CL has learned 3 of 5 tasks" in text
+    [position] = re.findall(r"task 4 of 5 of AGS-CL .*?, (\d+) % of that method's training is done", text)
+    assert 60 <= int(position) < 100, "fine-tuning, which was trained first, does not count"
+    assert "over 3 tasks so far" in text
 
 
 def test_a_run_that_has_only_started_gives_a_page_that_says_so(run, without_pictures):
@@ -216,6 +223,56 @@ def test_weights_that_are_not_the_certified_ones_are_said_first(run):
     add_provenance(report, [run])
     verdict = judge(report)
     assert (verdict.tone, verdict.badge) == ("bad", "check failed")
+    assert verdict.sentence.startswith("According to its files, AGS-CL learned 5 tasks")
+    assert "guaranteed" not in " ".join(verdict.details)
+    assert "its files do not fit together, so nothing here is proven: " in verdict.details[0]
+
+
+def test_a_run_whose_weights_could_not_be_checked_is_not_called_proven(run):
+    report = read_report([run])
+    verdict = judge(report)
+    assert (verdict.tone, verdict.badge) == ("plain", "not checked")
+    assert "But the stored weights were not checked against the certificates." in verdict.details
+
+
+def test_a_run_in_which_nodes_moved_once_is_not_called_proven_though_the_last_task_moved_none(run):
+    report = read_report([run])
+    add_provenance(report, [run])
+    assert judge(report).badge == "proven"
+    report.detail.certificates[2] = replace(report.detail.certificates[2], moved=[3])
+    assert judge(report).badge == "measured"
+
+
+def test_the_verdict_of_a_method_without_certificates_says_that_nothing_is_proven(tmp_path):
+    words = ["run", "digits", "--method", "finetune", "--epochs", "1", "--batch-size", "256", "--name", "plain"]
+    assert main([*words, "--runs", str(tmp_path)]) == 0
+    report = read_report([tmp_path / "plain"])
+    add_provenance(report, [tmp_path / "plain"])
+    verdict = judge(report)
+    assert verdict.badge == "measured"
+    forgetting = read_result(tmp_path / "plain")["methods"]["finetune"]["forgetting"]
+    assert forgetting > 0
+    assert verdict.sentence.endswith(f"and forgot {100 * forgetting:.1f} %.")
+    assert not any("guaranteed" in detail for detail in verdict.details)
+
+
+def test_a_comparison_says_that_nothing_was_forgotten_only_where_that_is_exact(tmp_path):
+    folder = write_comparison(tmp_path / "compared", ["agscl", "finetune"], 2, tasks=3)
+    report = read_report([folder])
+    assert "forgot nothing" not in judge(report).sentence
+    for outcome in report.ranked[0].outcomes:
+        outcome.accuracies = [[0.99], [0.99, 0.98], [0.99, 0.98, 0.97]]
+    assert judge(report).sentence.endswith(", and forgot nothing.")
+    report.ranked[0].outcomes[0].accuracies[2][0] -= 1e-9
+    assert "forgot nothing" not in judge(report).sentence
+
+
+def test_seeds_with_tasks_of_their_own_are_nothing_that_is_missing(tmp_path, without_pictures):
+    folder = write_comparison(tmp_path / "compared", ["agscl", "finetune"], 2, tasks=3)
+    edit_json(folder / "agscl-seed1" / "result.json", lambda result: result["tasks"].reverse())
+    report = read_report([folder])
+    assert report.problems == []
+    assert "they are named by number" in read_text(make_page(report))
 
 
 def test_a_run_of_an_older_version_without_node_records_says_what_is_missing(run, without_pictures):
@@ -237,6 +294,42 @@ def test_odd_values_in_a_result_are_no_reason_to_fail(run, without_pictures):
     change(result)
     (run / "result.json").write_text(json.dumps(result))
     assert "AGS-CL" in read_text(make_page(read_report([run])))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"seconds": 5},
+        {"tasks": [1, None, {}]},
+        {"memory": [1]},
+        {"memory": {"bytes": "many"}},
+        {"losses": "none"},
+        {"losses": [5]},
+        {"evaluations": 7},
+        {"scores": [[1.0]], "evaluations": [{"task": 0, "scores": ["x", None]}, {"task": "b"}]},
+        {"statistics": 3},
+        {"statistics": [{"nodes": "many", "free": None, "capacity": {"layers": [{"layer": 1}], "tasks_left": "x"}}]},
+        {"statistics": [{"capacity": {"layers": [{"layer": "a", "nodes": 0, "taken": 0, "free": 0}]}}] * 5},
+    ],
+)
+def test_a_result_with_values_of_another_kind_still_has_its_page(run, without_pictures, damage):
+    result = json.loads((run / "result.json").read_text())
+    for key, value in damage.items():
+        (result if key in ("seconds", "tasks") else result["methods"]["agscl"])[key] = value
+    (run / "result.json").write_text(json.dumps(result))
+    report = read_report([run])
+    text = read_text(make_page(report))
+    assert "learned 5 tasks to an average" in text
+    assert report.problems
+
+
+def test_a_part_that_cannot_be_made_is_named_once_and_the_others_are_there(digits, without_pictures, monkeypatch):
+    monkeypatch.setattr("agscl.report.sections._find_budget", lambda run: {}["budget"])
+    report = read_report([digits])
+    for _ in range(2):
+        text = read_text(make_page(report))
+    assert text.count("A part of this page (nodes) is left out") == 1
+    assert "Memory between tasks" in text
 
 
 @pytest.mark.parametrize("name", ["nothing-there", "empty", "notes.json"])
@@ -281,7 +374,7 @@ def test_the_command_writes_the_page_figures_and_numbers(digits, tmp_path, capsy
     words = ["report", str(digits), "--out", str(tmp_path / "a" / "page.html")]
     assert main([*words, "--figures", str(tmp_path / "figures"), "--csv", str(tmp_path / "csv")]) == 0
     assert (tmp_path / "a" / "page.html").stat().st_size > 500_000
-    assert "page.html (1." in capsys.readouterr().out
+    assert "page.html (0." in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"average.svg", "average.png", "matrix-1.svg", "nodes.svg", "nodes.png", "moved.png"} <= names
     assert (tmp_path / "figures" / "nodes.png").read_bytes().startswith(b"\x89PNG")
@@ -375,3 +468,12 @@ def test_a_comparison_ends_with_the_path_of_its_page(tmp_path, monkeypatch, caps
     assert "agscl compare digits --methods agscl,finetune --seeds 2 --set epochs=1 batch_size=256" in text
     assert "Shown for AGS-CL, seed 0 (agscl-seed0)" in text
     assert not list((tmp_path / "runs" / "both").glob("*/report.html"))
+
+
+@pytest.mark.parametrize("kind", ["digits", "comparison", "agents", "study"])
+def test_the_docs_have_a_small_page_of_each_kind(kind):
+    page = (HOME / "docs" / "pages" / f"{kind}.html").read_text()
+    assert len(page.encode()) < 1_000_000
+    assert read_data(page)["charts"]
+    assert "What is missing" not in read_text(page)
+    assert kind != "agents" or page.count('src="data:image/gif;base64,') == 3

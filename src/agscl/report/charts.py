@@ -132,9 +132,6 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
             values.append(row)
     names = [name_task(tasks, task) for task in range(count)]
     labels_on = count <= MAX_LABELLED
-    axis: Spec = {"labelAngle": _choose_angle(names), "labelOverlap": True, "domain": False, "ticks": False}
-    if count > MAX_LABELLED:
-        axis |= {"labelExpr": "split(datum.label, ':')[0]", "labelAngle": 0}
     quantity = "relative score" if is_score else "accuracy"
     tooltip = [
         {"field": "after", "title": "after learning"},
@@ -175,14 +172,14 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
                 "type": "nominal",
                 "sort": names,
                 "title": f"{quantity} on task",
-                "axis": {**axis, "orient": "bottom"},
+                "axis": _name_columns(names),
             },
             "y": {
                 "field": "after",
                 "type": "nominal",
                 "sort": names,
                 "title": "after learning",
-                "axis": {**axis, "labelAngle": 0},
+                "axis": _name_rows(names),
             },
         },
         layer=layers,
@@ -288,14 +285,6 @@ def draw_moved(history: NodeHistory) -> Spec | None:
         return None
     count = len(history.tasks)
     names = [name_task(history.tasks, task) for task in range(count)]
-    axis: dict[str, Any] = {
-        "labelAngle": _choose_angle(names),
-        "labelOverlap": True,
-        "domain": False,
-        "ticks": False,
-    }
-    if count > MAX_LABELLED:
-        axis |= {"labelExpr": "split(datum.label, ':')[0]", "labelAngle": 0}
     layers: list[Spec] = [
         {
             "mark": {
@@ -336,13 +325,19 @@ def draw_moved(history: NodeHistory) -> Spec | None:
         height,
         values,
         encoding={
-            "x": {"field": "while", "type": "nominal", "sort": names[1:], "title": "while learning task", "axis": axis},
+            "x": {
+                "field": "while",
+                "type": "nominal",
+                "sort": names[1:],
+                "title": "while learning task",
+                "axis": _name_columns(names),
+            },
             "y": {
                 "field": "since",
                 "type": "nominal",
                 "sort": names[:-1],
                 "title": "nodes since task",
-                "axis": {**axis, "labelAngle": 0},
+                "axis": _name_rows(names),
             },
         },
         layer=layers,
@@ -458,13 +453,7 @@ def draw_forecast(curves: Mapping[str, Sequence[float]], forecast: Mapping[str, 
             "strokeDash": {
                 "field": "kind",
                 "type": "nominal",
-                "legend": {
-                    "orient": "bottom",
-                    "title": None,
-                    "columns": 2,
-                    "symbolType": "stroke",
-                    "symbolStrokeColor": "#7d8590",
-                },
+                "legend": None,
                 "scale": {"domain": ["measured", "forecast"], "range": [[1, 0], [4, 3]]},
             },
             "tooltip": [
@@ -549,7 +538,7 @@ def draw_losses(report: ReportData, outcomes: Mapping[str, Outcome], colors: Map
         scales["strokeDash"] = {
             "field": "kind",
             "type": "nominal",
-            "legend": {"orient": "bottom", "title": None},
+            "legend": {"orient": "bottom", "title": None, "symbolStrokeColor": "#7d8590"},
             "scale": {"domain": ["training", "validation"], "range": [[1, 0], [3, 3]]},
         }
     return make_spec(
@@ -588,9 +577,10 @@ def shorten_curve(row: Sequence[float], points: int) -> list[tuple[float, float]
 
 
 def _task_axis(count: int, tasks: Sequence[str]) -> Spec:
-    """An axis on which task t lies from t to t + 1, with its name in the middle."""
+    """An axis on which task t lies from t to t + 1, with its name or number in the middle."""
     every = max(1, math.ceil(count / 12))
     names = [name_task(tasks, task) for task in range(count)]
+    names = names if _fit_below(names) else [str(task + 1) for task in range(count)]
     labels = " : ".join(
         [*(f"datum.value == {task + 0.5} ? {_quote(names[task])}" for task in range(0, count, every)), "''"]
     )
@@ -656,7 +646,7 @@ def draw_game(report: ReportData, task: int, lines: Sequence[Line]) -> Spec | No
         {
             "data": {"values": [{"from": task, "to": task + 1}]},
             "mark": {"type": "rect", "color": "#c98500", "opacity": 0.14},
-            "encoding": {"x": {"field": "from", "type": "quantitative"}, "x2": {"field": "to"}},
+            "encoding": {"x": {**_task_axis(count, report.tasks), "field": "from"}, "x2": {"field": "to"}},
         },
         {
             "mark": {"type": "line", "strokeWidth": 1 if several else 1.8, "opacity": 0.35 if several else 1},
@@ -769,9 +759,23 @@ def _choose_ticks(count: int, first: int = 1) -> list[int]:
     return [number for number in range(first, count + 1) if number % step == 0 or number == first]
 
 
-def _choose_angle(names: Sequence[str]) -> int:
-    """Long names stand aslant where there are many."""
-    return -45 if len(names) > 6 and max(map(len, names)) > 3 else 0
+def _name_columns(names: Sequence[str]) -> Spec:
+    """The axis below a matrix: tasks by name, or by number where the names would overlap."""
+    axis: Spec = {"labelAngle": 0, "labelOverlap": True, "domain": False, "ticks": False, "orient": "bottom"}
+    return axis if _fit_below(names) else axis | {"labelExpr": NUMBER_ONLY}
+
+
+def _name_rows(names: Sequence[str]) -> Spec:
+    axis: Spec = {"labelOverlap": True, "domain": False, "ticks": False}
+    return axis if len(names) <= MAX_LABELLED else axis | {"labelExpr": NUMBER_ONLY}
+
+
+NUMBER_ONLY = "split(datum.label, ':')[0]"
+
+
+def _fit_below(names: Sequence[str]) -> bool:
+    """Whether the names of all tasks fit side by side below a narrow chart."""
+    return len(names) <= MAX_LABELLED and sum(map(len, names)) <= 30
 
 
 # Words in charts -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import functools
 import json
 import mimetypes
 import re
+import zlib
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def _fill_template(
     sections = make_sections(report)
     data: dict[str, Any] = {
         "charts": {chart.name: chart.spec for section in sections for chart in section.charts} if interactive else {},
+        "config": vega.make_config("currentColor"),
         "nodes": None,
     }
     pictures = {
@@ -78,27 +80,18 @@ def _fill_template(
         pictures=pictures,
         node_picture=_make_node_picture(report),
         style=_mark_safe(_read_template("page.css")),
-        scripts=[_mark_safe(_guard_script(text)) for text in _load_scripts()],
-        data=_mark_safe(encode_data(data)),
+        scripts=[_mark_safe(_read_template(name)) for name in ("nodes.js", "page.js")],
+        data=pack_text(json.dumps(data, allow_nan=False, separators=(",", ":"))),
+        vega=pack_text(vega.load_scripts()),
         refresh=version,
         version=__version__,
     )
     return page
 
 
-def _load_scripts() -> list[str]:
-    return [vega.load_scripts(), _read_template("nodes.js"), _read_template("page.js")]
-
-
-def encode_data(data: Any) -> str:
-    """JSON that can stand within a script element whatever the names in it are."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _guard_script(text: str) -> str:
-    """A script of ours or Vega's that holds nothing which ends the script element."""
-    return re.sub(r"</(?=script)", r"<\\/", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
+def pack_text(text: str) -> str:
+    """A text as page.js unpacks it: deflated, in base64. So it can stand within a script element, whatever is in it."""
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 @functools.cache
@@ -182,4 +175,4 @@ def write_figures(report: ReportData, folder: Path) -> list[Path]:
     return written
 
 
-__all__ = ["MAX_BYTES", "PAGE", "Section", "encode_data", "make_page", "write_figures", "write_page"]
+__all__ = ["MAX_BYTES", "PAGE", "Section", "make_page", "pack_text", "write_figures", "write_page"]

@@ -66,7 +66,7 @@ class RunData:
     tasks: list[str]
     finished: bool
     progress: float
-    """The share of the run's training that is done."""
+    """The share of the training that is done, of the method being trained."""
     outcomes: dict[str, Outcome]
     environment: dict[str, Any] = field(default_factory=dict)
     digest: str | None = None
@@ -145,6 +145,12 @@ class ReportData:
     command: str | None = None
     source: dict[str, Any] = field(default_factory=dict)
     """Of a comparison read from one file: its command, commit and machine."""
+    own_tasks: bool = False
+    """Whether runs that are compared have different tasks, or another order."""
+
+    @property
+    def finished(self) -> bool:
+        return self.kind != "run" or self.detail is None or self.detail.finished
 
     @property
     def is_score(self) -> bool:
@@ -215,7 +221,8 @@ def read_run(folder: Path, *, nodes: bool = True) -> RunData:
     tasks = [_text(task) for task in result.get("tasks") or data.get("tasks") or ()] or _find_tasks(events)
     outcomes = _collect_outcomes(result, events, problems)
     diverged = _read_tolerantly(folder / DIVERGED, [], read_checked_json)
-    progress = max((_number(event.get("progress")) or 0.0 for event in events), default=0.0)
+    current = events[-1].get("method") if events else None
+    progress = max((_number(one.get("progress")) or 0.0 for one in events if one.get("method") == current), default=0.0)
     finished = bool(result)
     run = RunData(folder, config, tasks, finished, 1.0 if finished else progress, outcomes, problems=problems)
     if diverged:
@@ -283,11 +290,15 @@ def _collect_outcomes(
     outcomes: dict[str, Outcome] = {}
     methods = result.get("methods")
     for name, stored in methods.items() if isinstance(methods, dict) else ():
-        if isinstance(stored, dict) and (accuracies := _read_matrix(stored.get("accuracies"))) is not None:
+        if not isinstance(stored, dict) or (accuracies := _read_matrix(stored.get("accuracies"))) is None:
+            problems.append(f"The result of {name} has no readable accuracies.")
+            continue
+        try:
             outcomes[name] = read_outcome(name, stored, accuracies)
             outcomes[name].seconds = _number((result.get("seconds") or {}).get(name))
-        else:
-            problems.append(f"The result of {name} has no readable accuracies.")
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            problems.append(f"The result of {name} is not as expected, and shown in part: {error}.")
+            outcomes.setdefault(name, Outcome(name, accuracies))
     for event in events:
         name = _text(event.get("method"))
         of_method = outcomes.setdefault(name, Outcome(name, []))
@@ -307,7 +318,7 @@ def _collect_outcomes(
                 of_method.accuracies.append(row)
                 if scores is not None:
                     of_method.scores.append(scores)
-                of_method.statistics.append(event.get("statistics") or {})
+                of_method.statistics.append(_read_statistics(event.get("statistics")))
     return {name: outcome for name, outcome in outcomes.items() if name}
 
 
@@ -319,12 +330,38 @@ def read_outcome(name: str, stored: Mapping[str, Any], accuracies: list[list[flo
         scores=_read_matrix(stored.get("scores")) or [],
         evaluations=[one for one in stored.get("evaluations") or () if isinstance(one, dict)],
         losses=[_read_row(row) or [] for row in stored.get("losses") or ()],
-        statistics=[one if isinstance(one, dict) else {} for one in stored.get("statistics") or ()],
+        statistics=[_read_statistics(one) for one in stored.get("statistics") or ()],
         memory={key: int(value) for key, value in (stored.get("memory") or {}).items() if _number(value) is not None},
         weights=int(_number(stored.get("weights")) or 0),
         plasticity=_number(stored.get("plasticity")),
         accumulated_reward=_number(rewards[-1]) if isinstance(rewards, list) and rewards else None,
         certificate=stored.get("certificate") if isinstance(stored.get("certificate"), str) else None,
+    )
+
+
+def _read_statistics(stored: Any) -> dict[str, Any]:
+    """What a method counted of its nodes after a task, without counts that are none."""
+    found = dict(stored) if isinstance(stored, dict) else {}
+    capacity = found.pop("capacity", None)
+    counts = ("nodes", "free", "frozen", "important_before")
+    found = {key: value for key, value in found.items() if key not in counts or _is_count(value)}
+    if isinstance(capacity, dict) and (capacity.get("tasks_left") is None or _is_count(capacity["tasks_left"])):
+        layers = capacity.get("layers")
+        if isinstance(layers, list) and layers and all(_is_layer(layer) for layer in layers):
+            found["capacity"] = capacity
+    return found
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_layer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("nodes") != 0
+        and all(_is_count(value.get(key)) for key in ("nodes", "taken", "free"))
+        and "layer" in value
     )
 
 
@@ -399,12 +436,8 @@ def _compare_runs(title: str, kind: str, runs: Sequence[RunData], problems: list
     if len(presets) > 1:
         problems.append(f"These runs are of different presets ({', '.join(presets)}): compare with care.")
     tasks = max((run.tasks for run in runs), key=len, default=[])
-    if any(sorted(run.tasks) != sorted(tasks) for run in runs if run.tasks and run.finished):
-        problems.append(
-            "The seeds of this comparison have different tasks or another order: tasks are named by their number."
-        )
-        tasks = [f"task {index + 1}" for index in range(len(tasks))]
-    elif any(run.tasks != tasks for run in runs if run.tasks):
+    own_tasks = any(run.tasks != tasks for run in runs if run.tasks)
+    if own_tasks:
         tasks = [f"task {index + 1}" for index in range(len(tasks))]
     for run in runs:
         for name, outcome in run.outcomes.items():
@@ -420,6 +453,7 @@ def _compare_runs(title: str, kind: str, runs: Sequence[RunData], problems: list
     order = {name: number for number, name in enumerate(METHODS)}
     ordered = sorted(lines.values(), key=lambda line: order.get(line.method, len(order)))
     report = ReportData(title, kind, presets[0] if presets else "", list(tasks), ordered, None, [], problems)
+    report.own_tasks = own_tasks
     detail = _choose_detail(runs, report)
     if detail is not None:
         report.detail = read_run(detail.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,17 +64,27 @@ class Section:
 
 def make_sections(report: ReportData) -> list[Section]:
     """All sections that have something to show, in the order of the page."""
-    made = [
-        _make_matrices(report),
-        _make_average(report),
-        *_make_node_sections(report),
-        _make_memory(report),
-        _make_curves(report),
-        *_make_studies(report),
-        *_make_games(report),
-        _make_provenance(report),
+    makers: list[Callable[[ReportData], Section | Sequence[Section | None] | None]] = [
+        _make_matrices,
+        _make_average,
+        _make_node_sections,
+        _make_memory,
+        _make_curves,
+        _make_studies,
+        _make_games,
+        _make_provenance,
     ]
-    return [section for section in made if section is not None]
+    made: list[Section] = []
+    for make in makers:
+        try:
+            found = make(report)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+            name = make.__name__.removeprefix("_make_").replace("_sections", "s")
+            problem = f"A part of this page ({name}) is left out, as what the run stored of it is damaged: {error!r}."
+            report.problems += [problem] if problem not in report.problems else []
+            continue
+        made += [one for one in (found if isinstance(found, Sequence) else [found]) if one is not None]
+    return made
 
 
 # Accuracies ----------------------------------------------------------------------------------------------------------
@@ -95,7 +105,8 @@ def _make_matrices(report: ReportData) -> Section | None:
         "What is remembered",
         f"Each row is the state after learning a task, each column the {quantity} on one task. A column that stays "
         "dark to the last row was not forgotten."
-        + (" Means over seeds." if any(len(line.complete) > 1 for line in lines) else ""),
+        + (" Means over seeds." if any(len(line.complete) > 1 for line in lines) else "")
+        + (" Each seed has its own tasks, or its own order: they are named by number." if report.own_tasks else ""),
     )
     for number, line in enumerate(lines):
         spec = charts.draw_matrix(line, report.tasks, is_score=report.is_score)
@@ -168,7 +179,14 @@ def _make_average(report: ReportData) -> Section | None:
             )
     alt = "Average accuracy after each task, a line for each method; the values at the end are in the table below."
     section = Section("average", "Average after each task", lead, [Chart("average", "", spec, alt)])
-    section.tables = [Table("At the end" + (", mean ± standard deviation" if seeds > 1 else ""), columns, rows, (0, 1))]
+    section.tables = [
+        Table(
+            ("At the end" if report.finished else "So far") + (", mean ± standard deviation" if seeds > 1 else ""),
+            columns,
+            rows,
+            (0, 1),
+        )
+    ]
     section.folded_tables = False
     return section
 
@@ -283,7 +301,8 @@ def _make_capacity(run: RunData, history: NodeHistory) -> Section:
     left = (last or {}).get("tasks_left")
     lead = "How much of each layer every task has taken."
     if left is not None:
-        lead += f" With this budget {left} more task{'' if left == 1 else 's'} will find free nodes in every layer."
+        more = "no further task" if left == 0 else f"{left} more task{'' if left == 1 else 's'}"
+        lead += f" With this budget {more} will find free nodes in every layer."
     else:
         lead += " Without a budget there is no forecast of how many more tasks fit."
     alt = "For each layer, the share of nodes that each task took, and the share still free."
@@ -297,7 +316,9 @@ def _make_capacity(run: RunData, history: NodeHistory) -> Section:
         curves, forecast = _forecast_free(known, budget)
         spec = charts.draw_forecast(curves, forecast, len(statistics))
         alt = "The share of free nodes after each task, and how it goes on with the budget."
-        section.charts.append(Chart("forecast", "Free nodes, and the forecast", spec, alt))
+        section.charts.append(
+            Chart("forecast", "Free nodes, and the forecast (dotted)" if forecast else "Free nodes", spec, alt)
+        )
         rows = [
             [
                 str(one["layer"]),

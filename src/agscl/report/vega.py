@@ -49,7 +49,7 @@ END = "// end of vega"
 
 
 def make_config(ink: str = INK) -> Spec:
-    """How all charts look; page.js has the same with the theme's ink."""
+    """How all charts look."""
     return {
         "background": None,
         "font": FONT,
@@ -68,6 +68,7 @@ def make_config(ink: str = INK) -> Spec:
             "gridColor": ink,
             "gridOpacity": 0.1,
             "labelLimit": 150,
+            "labelSeparation": 6,
         },
         "legend": {
             "labelColor": ink,

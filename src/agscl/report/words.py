@@ -88,11 +88,12 @@ def _judge_run(report: ReportData, run: RunData) -> PageVerdict:
             f"forgot {percent(measure(reference, 'forgetting'))}."
         )
     if run.verification is not None and not run.verification["ok"]:
-        return PageVerdict("bad", "check failed", sentence, details)
+        return PageVerdict("bad", "check failed", f"According to its files, {sentence}", details)
     if not run.finished:
         return PageVerdict("wait", "not finished", sentence, details)
     if proven:
-        return PageVerdict("good", "proven", sentence, details)
+        checked = run.verification is not None
+        return PageVerdict("good" if checked else "plain", "proven" if checked else "not checked", sentence, details)
     return PageVerdict("plain", "measured", sentence, details)
 
 
@@ -100,6 +101,11 @@ def _describe_proof(run: RunData) -> tuple[list[str], bool]:
     """What the certificates say, in sentences, and whether it is a guarantee."""
     if not run.certificates:
         return ["There is no certificate, so nothing is proven: these are measurements."], False
+    if run.verification is not None and not run.verification["ok"]:
+        failed = [line.removeprefix("FAILED: ") for line in run.verification["lines"] if line.startswith("FAILED: ")]
+        return [
+            f"But its files do not fit together, so nothing here is proven: {'; '.join(failed[:-1] or failed)}."
+        ], False
     last, sentences = run.certificates[-1], []
     before = len(last.held) + len(last.moved)
     guaranteed = last.kind == "guaranteed" and not last.moved and not last.warnings
@@ -124,7 +130,10 @@ def _describe_proof(run: RunData) -> tuple[list[str], bool]:
     if run.verification is not None:
         line = run.verification["line"].removeprefix("OK: ")
         sentences.append(f"The stored weights were checked when this page was written: {line.rstrip('.')}.")
-    return sentences, guaranteed and (run.verification or {"ok": True})["ok"]
+    elif run.finished:
+        sentences.append("But the stored weights were not checked against the certificates.")
+    never_moved = not any(certificate.moved for certificate in run.certificates)
+    return sentences, guaranteed and never_moved
 
 
 def _judge_comparison(report: ReportData) -> PageVerdict:
@@ -138,12 +147,14 @@ def _judge_comparison(report: ReportData) -> PageVerdict:
     seeds = max(len(line.complete) for line in ranked)
     quantity = "relative score" if report.is_score else "accuracy"
     over = f" over {count(seeds, 'seed')}" if seeds > 1 else ""
+    lost = best.summarize("forgetting")
+    forgot = "forgot nothing" if lost["mean"] == 0 else f"forgot {spread(lost)}"
     sentence = (
         f"Of {count(len(ranked), 'method')}, {best.label} has the highest average {quantity}{over}: "
-        f"{spread(best.summarize('average_accuracy'))}, and forgot {spread(best.summarize('forgetting'))}."
+        f"{spread(best.summarize('average_accuracy'))}, and {forgot}."
         if len(ranked) > 1
         else f"{best.label} reached an average {quantity} of {spread(best.summarize('average_accuracy'))}{over}, and "
-        f"forgot {spread(best.summarize('forgetting'))}."
+        f"{forgot}."
     )
     details = []
     if len(ranked) > 1:
@@ -177,7 +188,7 @@ def list_figures(report: ReportData) -> list[HeadlineFigure]:
         HeadlineFigure(
             "average score" if report.is_score else "average accuracy",
             spread(line.summarize("average_accuracy")),
-            f"over {count(len(outcome.accuracies), 'task')} at the end",
+            f"over {count(len(outcome.accuracies), 'task')} {'at the end' if report.finished else 'so far'}",
         ),
         HeadlineFigure("forgotten", spread(line.summarize("forgetting")), "lost since each task's best"),
         HeadlineFigure("stability", spread(line.summarize("stability"), 1, 3, ""), "at the end ÷ best; 1 is no loss"),
@@ -225,7 +236,7 @@ def _list_node_figures(line: Line) -> list[HeadlineFigure]:
 
 def format_seconds(seconds: float) -> str:
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.{1 if seconds < 10 else 0}f} s"
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"

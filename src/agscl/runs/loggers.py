@@ -200,7 +200,10 @@ class WandbWriter:
             self._run.log({axis: step, **{figure.name: figure.value for figure in some}})
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # finish() returns before W&B's own process has written the last figures
 
 
 WRITERS: dict[str, Callable[[Path, Mapping[str, Any]], Writer]] = {

@@ -220,6 +220,7 @@ window.startNodeMap = function (nodes, color) {
   function describe(node) {
     const box = byId("node");
     box.replaceChildren();
+    box.classList.toggle("chosen", node >= 0);
     if (node < 0) { add(box, "p", "Click a node, or use the arrow keys on the map.", "hint"); return; }
     const layer = nodes.layers[layerOf[node]], state = stateAt(node, task);
     add(box, "h3", `Node ${number(node - layer.start)} of ${layer.name}`);

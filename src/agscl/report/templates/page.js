@@ -2,34 +2,33 @@
 (function () {
   "use strict";
   const root = document.documentElement;
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const inflate = async (id) => {
+    const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (one) => one.charCodeAt(0));
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+  };
   const wanted = window.matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : wanted.matches);
   const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
-  // The same as make_config in vega.py, with the theme's ink.
-  function makeConfig() {
-    const ink = color("--ink");
-    return {
-      background: null,
-      font: getComputedStyle(document.body).fontFamily,
-      view: { stroke: null },
-      axis: {
-        labelColor: ink, titleColor: ink, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal",
-        titlePadding: 8, domainColor: ink, domainOpacity: 0.35, tickColor: ink, tickOpacity: 0.35,
-        gridColor: ink, gridOpacity: 0.1, labelLimit: 150,
-      },
-      legend: { labelColor: ink, titleColor: ink, labelFontSize: 12, titleFontWeight: "normal", labelLimit: 240, symbolStrokeWidth: 2.5 },
-      text: { color: ink, fontSize: 12 },
-      header: { labelColor: ink, titleColor: ink },
-      title: { color: ink, fontSize: 13, fontWeight: 600, anchor: "start" },
-    };
+  // Vega is most of the page: it is unpacked when the first chart is drawn.
+  let vega = null;
+  function loadVega() {
+    vega ??= inflate("vega").then((text) => {
+      const script = document.createElement("script");
+      script.textContent = text;
+      document.head.append(script);
+    });
+    return vega;
   }
 
+  let charts = {};
+  let config = {};
   const drawn = new Map();
   async function drawChart(place) {
-    const spec = data.charts[place.dataset.chart];
-    if (!spec || !window.vegaEmbed || !place.clientWidth) return;
+    const spec = charts[place.dataset.chart];
+    if (!spec) return;
+    await loadVega();
+    if (!place.clientWidth) return;
     const fitted = JSON.parse(JSON.stringify(spec));
     if (place.clientWidth < 460) narrowLegends(fitted);
     const box = document.createElement("div");
@@ -37,7 +36,7 @@
     const height = place.clientHeight;
     place.style.minHeight = height + "px";
     place.replaceChildren(box);
-    const options = { actions: false, renderer: "svg", config: makeConfig(), tooltip: { theme: isDark() ? "dark" : "light" } };
+    const options = { actions: false, renderer: "svg", config, tooltip: { theme: isDark() ? "dark" : "light" } };
     const before = drawn.get(place);
     if (before) before.finalize();
     drawn.set(place, await window.vegaEmbed(box, fitted, options));
@@ -61,16 +60,13 @@
       }
     }
   }, { rootMargin: "200px" });
-  document.querySelectorAll(".chart").forEach((place) => waiting.observe(place));
 
-  const map = data.nodes ? window.startNodeMap(data.nodes, color) : null;
-
+  let map = null;
   const button = document.getElementById("theme");
   function showTheme() {
     document.getElementById("theme-name").textContent = isDark() ? "Light" : "Dark";
     button.setAttribute("aria-label", isDark() ? "Switch to the light theme" : "Switch to the dark theme");
     button.setAttribute("aria-pressed", String(isDark()));
-    drawn.forEach((view, place) => drawChart(place));
     if (map) map.redraw();
   }
   button.hidden = false;
@@ -92,7 +88,19 @@
     clearTimeout(timer);
     timer = setTimeout(() => { drawn.forEach((view, place) => drawChart(place)); if (map) map.resize(); }, 150);
   });
-  window.addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));
+
+  // On paper the page is light, with all tables open.
+  let chosenTheme = "";
+  window.addEventListener("beforeprint", () => {
+    chosenTheme = root.dataset.theme || "";
+    root.dataset.theme = "light";
+    if (map) map.redraw();
+    document.querySelectorAll("details").forEach((one) => { one.open = true; });
+  });
+  window.addEventListener("afterprint", () => {
+    if (chosenTheme) root.dataset.theme = chosenTheme; else delete root.dataset.theme;
+    if (map) map.redraw();
+  });
 
   // While a run is watched, its server says when there is more to see.
   if (root.dataset.version) {
@@ -103,5 +111,13 @@
       } catch (error) { /* the server has ended: the page stays as it is */ }
     }, 2000);
   }
-  window.agsclReady = true;
+
+  async function start() {
+    const data = JSON.parse(await inflate("data"));
+    ({ charts, config } = data);
+    if (data.nodes) map = window.startNodeMap(data.nodes, color);
+    document.querySelectorAll(".chart").forEach((place) => waiting.observe(place));
+    window.agsclReady = true;
+  }
+  if (window.DecompressionStream) start(); // browsers from before 2023 keep the pictures
 })();
