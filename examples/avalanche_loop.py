@@ -3,6 +3,9 @@
 python examples/avalanche_loop.py    # needs .[cli,avalanche]
 """
 
+from agscl.integrations.avalanche import AvalancheModel, AvalanchePlugin  # first: it says what is missing
+
+# isort: split
 import torch
 from avalanche.benchmarks import benchmark_from_datasets, task_incremental_benchmark, with_classes_timeline
 from avalanche.benchmarks.utils import DataAttribute, make_avalanche_dataset
@@ -13,7 +16,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from agscl import AGSCL, FineTune, MultiHead
-from agscl.integrations.avalanche import AvalancheModel, AvalanchePlugin
 from agscl.tasks import load
 
 tasks = load("digits", seed=0)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
+import socket
 import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import agscl
 from agscl import AGSCL, MultiHead, freezing
 from agscl.freezing import FreezeCertificate
-from loops import adam, learn, make, mlp
+from loops import adam, learn, leave_process_group, make, mlp
 
 
 def network() -> nn.Sequential:
@@ -262,10 +267,94 @@ def test_weights_written_by_hand_are_found_and_put_back():
     report = frozen.verify()
     assert not report.ok
     assert report.moved == {"weight": [4]}
-    assert str(report).startswith("MOVED: 1 (4) of weight; 1 row of weight, 2 rows of bias kept every bit")
+    words = "CHANGED although frozen: row 4 of weight; 1 row of weight, 2 rows of bias kept every bit"
+    assert str(report).startswith(words)
     frozen.restore()
     assert frozen.verify().ok
     assert torch.equal(before, model[0].weight)
+
+
+def test_a_report_says_in_words_what_changed():
+    def describe(target, positions, **which):
+        frozen = agscl.freeze(target, **which)
+        with torch.no_grad():
+            (target if isinstance(target, nn.Parameter) else target.weight)[positions] += 1
+        return str(frozen.verify()).split(";")[0]
+
+    assert describe(nn.Linear(3, 4), 0) == "CHANGED although frozen: row 0 of weight"
+    assert describe(nn.Linear(3, 4), [1, 2], rows=[1, 2, 3]) == "CHANGED although frozen: 2 rows of weight (1, 2)"
+    columns = describe(nn.Linear(3, 4), (slice(None), 2), columns=[0, 2])
+    assert columns == "CHANGED although frozen: column 2 of weight"
+    many = describe(nn.Parameter(torch.zeros(20)), slice(None), rows=slice(0, 12))
+    assert many == "CHANGED although frozen: 12 rows of parameter (0, 1, 2, 3, 4, 5, 6, 7, …)"
+
+
+def test_a_certificate_is_shown_in_a_line_however_much_it_holds():
+    frozen = agscl.freeze(nn.Embedding(3000, 4), rows=slice(0, 2000))
+    assert repr(frozen.certificate()) == "<FreezeCertificate of 2000 rows of weight>"
+    assert str(frozen.certificate()) == "frozen: 2000 rows of weight, with a digest of each row"
+    deep = agscl.freeze(nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])).certificate()
+    assert repr(deep) == "<FreezeCertificate of 0.weight, 0.bias, 1.weight, 1.bias, 14 other tensors>"
+
+
+def test_rows_keep_their_bits_where_gradients_live_in_tensors_that_are_never_replaced():
+    """As under CUDA graphs: backward adds to fixed gradients, which are zeroed in place."""
+    model = network()
+    optimizer = decaying(model)
+    fixed = {}
+    for parameter in model.parameters():
+        parameter.grad = fixed[parameter] = torch.zeros_like(parameter)
+    frozen = agscl.freeze(model[0], rows=[1, 4])
+    before = model[0].weight.detach().clone()
+    for step in range(4):
+        x, y = batch(step)
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        assert all(parameter.grad is gradient for parameter, gradient in fixed.items())
+        assert not fixed[model[0].weight][[1, 4]].any()
+        optimizer.step()
+    check_rows(before, model[0].weight, [1, 4])
+    assert frozen.verify().ok
+
+
+def _freeze_on_rank(rank: int, port: int, folder: str, late: bool) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    with torch.no_grad():
+        for number, tensor in enumerate(model.parameters()):  # the same on both ranks
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    before = copy.deepcopy(model.state_dict())
+    frozen = None if late else (agscl.freeze(model[0], rows=[0, 5]), agscl.freeze(model[1], rows=[0, 5]))
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=late)
+    if frozen is None:
+        frozen = (agscl.freeze(model[0], rows=[0, 5]), agscl.freeze(model[1], rows=[0, 5]))
+    optimizer = decaying(model)
+    for step in range(5):
+        x, y = batch(2 * step + rank)  # other data on each rank
+        optimizer.zero_grad(set_to_none=not late)
+        F.cross_entropy(parallel(x), y).backward()
+        optimizer.step()
+    found = {"before": before, "after": model.state_dict(), "ok": all(one.verify().ok for one in frozen)}
+    torch.save(found, f"{folder}/{rank}.pt")
+    leave_process_group()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["frozen, then wrapped", "wrapped, then frozen"])
+def test_rows_keep_their_bits_on_both_ranks_of_distributed_data_parallel(tmp_path, late):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_freeze_on_rank, args=(port, str(tmp_path), late), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert first["ok"]
+    assert second["ok"]
+    for found in (first, second):
+        for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"):
+            check_rows(found["before"][name], found["after"][name], [0, 5])
+    for name in ("0.weight", "0.bias", "1.weight", "3.weight"):
+        assert torch.equal(first["after"][name], second["after"][name])
 
 
 def test_zeros_of_both_signs_and_nan_are_told_apart_bit_for_bit():

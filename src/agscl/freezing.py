@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -161,7 +161,7 @@ class FrozenEntries:
             part.follow(tensors[part.name])
         report = _make_certificate(self._parts, {name: tensor.dtype for name, tensor in tensors.items()}).check(tensors)
         unused = "no optimizer that holds them has stepped yet"
-        return report if self._stepped or self.closed else FreezeReport(report.kept, report.moved, [unused])
+        return report if self._stepped or self.closed else replace(report, notes=[unused])
 
     def certificate(self) -> FreezeCertificate:
         """A statement of what is frozen that can be checked later, with the tensors alone."""
@@ -472,32 +472,51 @@ class FreezeReport:
     kept: list[str]  # in words, per tensor
     moved: dict[str, list[int]]  # per tensor, the rows with other bits; columns where whole columns are frozen
     notes: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)  # what moved, in words, per tensor
 
     @property
     def ok(self) -> bool:
         return not self.moved
 
     def __str__(self) -> str:
-        lines = [f"MOVED: {_list_first(positions)} of {name}" for name, positions in self.moved.items()]
+        lines = [f"CHANGED although frozen: {', '.join(self.changed)}"] if self.changed else []
         if self.kept:
             lines.append(f"{', '.join(self.kept)} kept every bit")
         return "; ".join([*lines, *self.notes])
 
 
-def _list_first(positions: Sequence[int]) -> str:
-    shown = ", ".join(map(str, positions[:8]))
-    return f"{len(positions)} ({shown}{', …' if len(positions) > 8 else ''})"
+def _describe_changed(part: _Part, positions: Sequence[int]) -> str:
+    """Say which rows, or columns, of a tensor changed: "row 4 of weight", "12 rows of weight (0, 1, 2, …)"."""
+    kind = "column" if part.rows is None and part.columns is not None else "row"
+    shown = ", ".join(map(str, positions[:8])) + (", …" if len(positions) > 8 else "")
+    if len(positions) == 1:
+        return f"{kind} {shown} of {part.name}"
+    return f"{len(positions)} {kind}s of {part.name} ({shown})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FreezeCertificate:
     """Which entries of which tensors are frozen, and a digest of the bits of each row; made by `certificate()`."""
 
     tensors: dict[str, dict[str, Any]]  # name -> shape, dtype, rows, columns (None: all), digests
 
+    def __str__(self) -> str:
+        return f"frozen: {self._describe()}, with a digest of each row"
+
+    def __repr__(self) -> str:
+        return f"<FreezeCertificate of {self._describe()}>"
+
+    def _describe(self) -> str:
+        words = []
+        for name, entry in self.tensors.items():
+            part = _read_part(name, entry, torch.empty(entry["shape"], device="meta"))
+            words.append(part.describe(len(entry["digests"])))
+        more = [f"{len(words) - 4} other tensors"] if len(words) > 5 else words[4:]
+        return ", ".join([*words[:4], *more])
+
     def check(self, tensors: Mapping[str, Tensor], *, prefix: str = "") -> FreezeReport:
         """Compare with tensors, e.g. of a `state_dict` in which `prefix` stands before the names known here."""
-        kept, moved = [], {}
+        kept, moved, described = [], {}, []
         for name, entry in self.tensors.items():
             tensor = tensors.get(prefix + name)
             if tensor is None:
@@ -511,10 +530,11 @@ class FreezeCertificate:
             changed = [position for position, now, then in pairs if now != then]
             if changed:
                 moved[name] = changed
+                described.append(_describe_changed(part, changed))
             if len(changed) < len(found):
                 whole = part.rows is None and part.columns is None
                 kept.append(f"the rest of {name}" if whole and changed else part.describe(len(found) - len(changed)))
-        return FreezeReport(kept, moved)
+        return FreezeReport(kept, moved, changed=described)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""

@@ -152,7 +152,9 @@ def try_address(folder: Path, address: str, environment: dict[str, str] | None =
 
 @pytest.mark.slow
 def test_an_address_that_does_not_answer_is_an_error_that_says_what_to_start(environment, tmp_path):
+    started = time.monotonic()
     code, output = try_address(tmp_path, "127.0.0.1:9", environment)
+    assert time.monotonic() - started < 40, "most of it is the import of torch and Ray"
     assert code == 1
     assert "no Ray cluster answers at 127.0.0.1:9" in output
     assert "ray start --head" in output
@@ -166,6 +168,86 @@ def test_a_port_behind_which_there_is_no_ray_is_an_error_too(environment, tmp_pa
     assert code == 1
     assert address in output
     assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_ray_is_told_from_one_within_seconds(cluster, environment):
+    script = (
+        "import socket, sys, time; from agscl.experiments import ray_jobs\n"
+        f"host, port = {cluster.address!r}.split(':')\n"
+        "with socket.create_connection((host, int(port))) as connection: assert ray_jobs._speaks_grpc(connection)\n"
+        "silent = socket.create_server(('127.0.0.1', 0))\n"
+        "started = time.monotonic()\n"
+        "try: ray_jobs._connect('127.0.0.1:%d' % silent.getsockname()[1], None)\n"
+        "except ray_jobs.RunError as error: print(error, time.monotonic() - started, sep='|')"
+    )
+    tried = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    words, seconds = tried.stdout.strip().split("|")
+    assert "is not a Ray cluster, or is busy" in words
+    assert 4 < float(seconds) < 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_study_on_a_cluster_has_the_results_of_local_processes(cluster, environment, tmp_path):
+    study = ["study", "reinit", "digits", "--seeds", "1", "--epochs", "3", "--name", "some"]
+    for folder, options in (("here", ["--jobs", "2"]), ("there", ["--on", cluster.address])):
+        code, output = finish_command(start_command(tmp_path / folder, *study, *options, env=environment), 500)
+        assert code == 0, output
+    results = read_results(tmp_path / "here")
+    assert results
+    assert read_results(tmp_path / "there") == results
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_search_with_optuna_on_a_cluster_has_the_trials_of_local_processes(cluster, environment, tmp_path):
+    pytest.importorskip("optuna")
+    search = ["search", "digits", "--method", "l2", "--epochs", "2", "--sampler", "optuna", "--trials", "3"]
+    search += ["--jobs", "2", "--name", "some"]
+    for folder, options in (("here", []), ("there", ["--on", cluster.address])):
+        code, output = finish_command(start_command(tmp_path / folder, *search, *options, env=environment), 500)
+        assert code == 0, output
+    stored = [(tmp_path / folder / "runs/some/search.json").read_text() for folder in ("here", "there")]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.slow
+def test_jobs_on_gpus_need_a_node_that_has_as_many(cluster, environment, tmp_path):
+    script = (
+        "from dataclasses import replace; from pathlib import Path; from agscl.experiments import ray_jobs\n"
+        "from agscl.experiments.config import configure; from agscl.experiments.jobs import Job\n"
+        f"config, folder = configure('digits', method='ewc'), Path({str(tmp_path)!r})\n"
+        "for device, share in (('cuda', 0.25), ('cuda:1', 1.0)):\n"
+        "    jobs = [Job(replace(config, device=device), folder / 'one')]\n"
+        f"    try: ray_jobs.RayWorkers({cluster.address!r}, jobs, 1, 5.0, share)\n"
+        "    except ray_jobs.WrongOptions as error: print(error)"
+    )
+    tried = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    none, named = tried.stdout.splitlines()
+    assert none == "--device cuda: no node of the Ray cluster has 0.25 GPU; the most is 0"
+    assert named == "with --on, --device must be cpu or cuda, not cuda:1: Ray chooses the GPU"
+    wrong = [*COMPARE, "--on", cluster.address, "--gpus-per-job", "2"]
+    code, output = finish_command(start_command(tmp_path, *wrong, env=environment))
+    assert code == 2
+    assert "--gpus-per-job is a share of a GPU above 0 and up to 1" in " ".join(output.split())
+
+
+@pytest.mark.slow
+def test_a_node_without_agscl_is_an_error_in_one_sentence(environment, tmp_path):
+    hidden = tmp_path / "hidden" / "agscl"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('not here')")
+    paths = os.pathsep.join([str(hidden.parent), environment["PYTHONPATH"]])
+    cluster = Cluster({**environment, "PYTHONPATH": paths})
+    try:
+        code, output = try_address(tmp_path, cluster.address, environment)
+    finally:
+        cluster.close()
+    assert code == 1
+    message = " ".join(output.split())
+    assert "of the Ray cluster cannot run jobs: agscl is not installed there, or does not import" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.slow

@@ -58,8 +58,7 @@ def make_strategy(kind, model, method, **options):
         model=model,
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(),
-        plugins=[AvalanchePlugin(method)],
-        **{**defaults, **options},
+        **{"plugins": [AvalanchePlugin(method)], **defaults, **options},
     )
 
 
@@ -131,6 +130,26 @@ def protect(kind):
     }
 
 
+def resumed(kind):
+    """Two experiences, and the second again in new objects, from what was saved between them: the same bits?"""
+    benchmark, results = make_benchmark(), []
+    file = io.BytesIO()
+    for number in (0, 1):
+        model = make_model()
+        method = make_method(kind, model)
+        plugin = AvalanchePlugin(method)
+        if number:
+            plugin.load_state_dict(torch.load(file, weights_only=True))
+        strategy = make_strategy(Naive, SeededModel(model), method, plugins=[plugin])
+        for experience in benchmark.train_stream[number:]:
+            strategy.train(experience, shuffle=False)
+            if not file.tell():
+                torch.save(plugin.state_dict(), file)
+        file.seek(0)
+        results.append(bits(model))
+    return same(*results)
+
+
 class OwnHeads(MultiTaskModule):
     """Heads as Avalanche makes them."""
 
@@ -195,6 +214,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     found = {
         "same_bits": {kind.__name__: same_bits(kind) for kind in (AGSCL, EWC)},
         "protect": {kind.__name__: protect(kind) for kind in (Naive, Replay, TwoOptimizers)},
+        "resumed": {kind.__name__: resumed(kind) for kind in (AGSCL, EWC)},
         "own_heads": own_heads(),
         "refusals": refusals(),
     }

@@ -53,6 +53,23 @@ def test_the_weights_have_the_bits_of_a_loop_of_ones_own(found):
     assert found["same_bits"] == {"AGSCL": True, "EWC": True}
 
 
+def test_training_continued_from_the_plugins_state_ends_with_the_same_bits(found):
+    assert found["resumed"] == {"AGSCL": True, "EWC": True}
+
+
+def test_a_torchvision_that_does_not_import_is_an_error_in_a_sentence(environment, tmp_path):
+    broken = tmp_path / "torchvision"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    paths = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, env={**environment, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 1
+    assert "ImportError: Avalanche imports torchvision, which does not work with torch" in done.stderr
+    assert "Install the torchvision that was built for this torch" in done.stderr
+
+
 @pytest.mark.parametrize("strategy", ["Naive", "Replay", "TwoOptimizers"])
 def test_old_outputs_keep_their_bits_whatever_the_strategy(found, strategy):
     result = found["protect"][strategy]

@@ -20,7 +20,7 @@ from loops import bits, blobs, mlp, same
 pytest.importorskip("lightning", reason="Lightning is not installed: pip install -c constraints.txt -e '.[lightning]'")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 
 from agscl.integrations.lightning import LightningCallback
 
@@ -205,6 +205,90 @@ def test_old_outputs_keep_their_bits_whatever_the_trainer_does(options):
     assert torch.equal(net.model.eval()(x, "t0"), before)
     assert "NOT GUARANTEED" not in str(method.certificate())
     assert method.certificate().kind == "guaranteed"
+
+
+@pytest.mark.parametrize("what", ["early stopping", "averaged weights", "a schedule per step"])
+def test_old_outputs_keep_their_bits_whatever_other_callbacks_do(what):
+    class Validated(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            if what != "a schedule per step":
+                return optimizer
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4 * 20)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        def validation_step(self, batch, batch_idx):
+            self.log("valid", F.cross_entropy(self.model(batch[0], self.task), batch[1]))
+
+    net = Validated()
+    method = make_method(net.model)
+    x, outputs = torch.randn(8, 16), []
+    for number in range(2):
+        others = {
+            "early stopping": [EarlyStopping("valid", min_delta=0.1, patience=1)],
+            "averaged weights": [StochasticWeightAveraging(1e-2, swa_epoch_start=10)],
+        }.get(what, [])
+        task = add_head(net.train(), number)
+        trainer = make_trainer(LightningCallback(method, task), *others, max_epochs=20)
+        trainer.fit(net, loader(number), loader(number))
+        assert (trainer.current_epoch < 20) == (what == "early stopping")
+        outputs.append(net.model.eval()(x, "t0").detach())
+    assert torch.equal(*outputs)
+    assert method.certificate().kind == "guaranteed"
+
+
+class Resumable:
+    """A loader that knows which batch comes next, as Lightning asks for to resume within an epoch."""
+
+    def __init__(self, number: int) -> None:
+        self.batches, self.position = blobs(number), 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        self.position %= len(self.batches)  # Lightning does not ask for the end of an epoch
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class StopWithin(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 4 * 2 + 3:
+            raise ConnectionError("the machine is gone")
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_fit_resumed_within_an_epoch_has_the_same_bits_or_is_warned_of(tmp_path, resumable):
+    expected, _ = own_loop(AGSCL, 1)
+    make_loader = Resumable if resumable else loader
+    task = "t0"
+    for stopped in (True, False):
+        net = Net()
+        method = make_method(net.model)
+        add_head(net, 0)
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
+        callbacks = [LightningCallback(method, task), *([saving, StopWithin()] if stopped else [])]
+        trainer = make_trainer(*callbacks, enable_checkpointing=stopped)
+        if stopped:
+            with pytest.raises(ConnectionError):
+                trainer.fit(net, make_loader(0))
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(net, make_loader(0), ckpt_path=tmp_path / "last.ckpt")
+    warned = any("ended before the epoch ended and your dataloader is not resumable" in str(w.message) for w in caught)
+    assert warned != resumable
+    assert method.tasks == ["t0"]
+    if resumable:
+        assert same(bits(net.model), bits(expected.model))
 
 
 def test_several_optimizers_are_all_hooked():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ pytest.importorskip("stable_baselines3", reason="Stable-Baselines3 is not instal
 
 import gymnasium
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.callbacks import CallbackList, ConvertCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback
 
 from agscl.integrations.sb3 import MultiHeadPolicy, StableBaselinesCallback
 
@@ -103,6 +105,71 @@ def test_a_plain_callback_of_ones_own_goes_beside_it():
     make_agent(model, "one").learn(64, callback=CallbackList([StableBaselinesCallback(method, "one"), own]))
     assert len(calls) == 64
     assert method.tasks == ["one"]
+
+
+class Saving(BaseCallback):
+    """Saves before each rollout, and ends as a crash does."""
+
+    def __init__(self, callback: StableBaselinesCallback) -> None:
+        super().__init__()
+        self.callback, self.saved = callback, []
+
+    def _on_rollout_start(self) -> None:
+        file = io.BytesIO()
+        torch.save(self.callback.state_dict(), file)
+        self.saved.append(file.getvalue())
+        if len(self.saved) == 4:
+            raise ConnectionError("the machine is gone")
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def test_learning_resumed_within_a_task_goes_on_where_it_was_and_keeps_the_old_policy():
+    model = make_model()
+    method = make_method(AGSCL, model)
+    first = make_agent(model, "cartpole")
+    first.learn(256, callback=StableBaselinesCallback(method, "cartpole"))
+    before = logits(first)
+    callback = StableBaselinesCallback(method, "lake")
+    saving = Saving(callback)
+    with pytest.raises(ConnectionError):
+        make_agent(model, "lake", Padded()).learn(512, callback=CallbackList([callback, saving]))
+    saved = torch.load(io.BytesIO(saving.saved[-1]), weights_only=True)
+    assert saved["timesteps"] == 3 * 64
+
+    model = make_model()  # as in a new process
+    method = make_method(AGSCL, model)
+    callback, agent = StableBaselinesCallback(method, "lake"), make_agent(model, "lake", Padded())
+    callback.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"heads for cartpole: add them before the agent is made"):
+        agent.learn(512, callback=callback)
+    model = make_model()
+    method = make_method(AGSCL, model)
+    first = make_agent(model, "cartpole")  # adds its head
+    agent = make_agent(model, "lake", Padded())
+    callback = StableBaselinesCallback(method, "lake")
+    callback.load_state_dict(saved)
+    rollouts = Counting()
+    agent.learn(512, callback=CallbackList([callback, rollouts]))
+    assert rollouts.number == 5, "of eight"
+    assert method.tasks == ["cartpole", "lake"]
+    assert torch.equal(logits(first), before)
+    assert method.certificate().kind == "guaranteed"
+    with pytest.raises(RuntimeError, match="'lake' is not being learned now"):
+        callback.state_dict()
+    with pytest.raises(ValueError, match="a state of task 'lake', not of 'cartpole'"):
+        StableBaselinesCallback(method, "cartpole").load_state_dict(saved)
+
+
+class Counting(BaseCallback):
+    number = 0
+
+    def _on_rollout_start(self) -> None:
+        self.number += 1
+
+    def _on_step(self) -> bool:
+        return True
 
 
 def test_what_cannot_work_is_refused_with_the_reason():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,8 @@ from loops import bits, blobs, mlp, same
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install -e '.[transformers]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[transformers]'")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from agscl.integrations.transformers import FILE, TransformersCallback
 
@@ -150,6 +153,84 @@ def test_old_outputs_keep_their_bits_whatever_the_arguments(options, tmp_path):
     make_trainer(net.train(), method, 1, tmp_path, kind=Trainer, **options).train()
     assert torch.equal(net.model.eval()(x, "t0"), before)
     assert method.certificate().kind == "guaranteed"
+
+
+@pytest.mark.parametrize("best_epoch", [1, 3])
+def test_old_outputs_keep_their_bits_where_the_best_weights_are_loaded_at_the_end(best_epoch, tmp_path):
+    class Rated(Trainer):
+        """The loss of evaluations is best after a given epoch."""
+
+        evaluations = 0
+
+        def evaluation_loop(self, *args, **options):
+            output = super().evaluation_loop(*args, **options)
+            self.evaluations += 1
+            output.metrics["eval_loss"] = abs(self.evaluations - best_epoch)
+            return output
+
+    net = Net()
+    method = make_method(net.model)
+    x, outputs = torch.randn(8, 16), []
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    for number in range(2):
+        kind = partial(Rated, eval_dataset=examples(number))
+        trainer = make_trainer(net.train(), method, number, tmp_path, kind=kind, save_total_limit=2, **options)
+        trainer.train()
+        assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{4 * best_epoch}")
+        assert all((folder / FILE).exists() for folder in tmp_path.glob("checkpoint-*"))
+        outputs.append(net.model.eval()(x, "t0").detach())
+    assert torch.equal(*outputs)
+    assert method.certificate().kind == "guaranteed"
+
+
+def test_a_bert_like_model_with_its_own_output_class_is_protected(tmp_path):
+    """Attention is no node of AGS-CL's; EWC takes any model. Padding, a dict of inputs, labels of another name."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            config = BertConfig(
+                vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+            )
+            self.bert = BertModel(config, add_pooling_layer=False)
+            self.heads = nn.ModuleDict()
+            self.task = ""
+
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+            logits = self.heads[self.task](hidden)
+            return SequenceClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
+
+    draw = torch.Generator().manual_seed(0)
+    data = []
+    for label in torch.randint(2, (24,), generator=draw):
+        words = torch.randint(2, 10, (6,), generator=draw) + 8 * label
+        data.append({"input_ids": words, "attention_mask": torch.ones(6, dtype=torch.long), "labels": label})
+    net = Classifier()
+    method = EWC(net, lam=1e4, heads="heads")
+    losses = []
+    for task in ("first", "second"):
+        net.heads[task] = nn.Linear(16, 2)
+        net.task = task
+        arguments = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=6,
+            gradient_accumulation_steps=2,
+            num_train_epochs=4,
+            learning_rate=1e-2,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        old = net.heads["first"].weight.detach().clone()
+        Trainer(net, arguments, train_dataset=data, callbacks=[TransformersCallback(method, task)]).train()
+        losses.append(float(net.eval()(**{k: torch.stack([one[k] for one in data]) for k in data[0]}).loss))
+        net.train()
+    assert method.tasks == ["first", "second"]
+    assert torch.equal(net.heads["first"].weight, old)
+    assert losses[0] < 0.6
 
 
 class NewOptimizer(TrainerCallback):

@@ -54,7 +54,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fast": {"triton"},
     "reinforcement": {"PIL", "ale_py", "gymnasium"},
     "runs": {"mlflow", "safetensors", "wandb"},
-    "experiments": {"ray"},  # with --on
+    "experiments": {"optuna", "ray"},  # with --sampler optuna, with --on
     "report": {"jinja2", "markupsafe", "vl_convert"},
     "integrations": {
         *("accelerate", "avalanche", "gymnasium", "huggingface_hub", "lightning"),

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,11 @@ def run_jobs_with_progress(
     on: str | None = None,
     gpus_per_job: float | None = None,
     loggers: Sequence[str] = (),
+    watch: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
     """Run the jobs that are not finished, several at a time; returns why jobs failed, by their labels.
+
+    `watch` is called a few times a second while they run.
 
     The figures of each job go to the loggers when it ends; those of jobs that were finished before, at the end.
     """
@@ -41,7 +44,7 @@ def run_jobs_with_progress(
     if gpus_per_job is not None and (on is None or not 0 < gpus_per_job <= 1):
         raise UsageError(f"--gpus-per-job is a share of a GPU above 0 and up to 1, with --on; not {gpus_per_job:g}")
     if on is None:
-        processes = processes or _count_cores()
+        processes = processes or count_cores()
     unfinished = [job for job in plan if not job.is_finished]
     on_gpu = [job for job in unfinished if job.config.device.startswith("cuda")]
     if on is None and min(processes or 1, len(on_gpu)) > 1 and _could_start_mps():
@@ -63,6 +66,10 @@ def run_jobs_with_progress(
             progress.show_end(job, "failed" if outcome.error is not None else _describe_result(job))
             working[:] = _log_figures(job, working)
 
+        def show_running(running: list[Job]) -> None:
+            progress.show_running(running)
+            watch()
+
         try:
             run_jobs(
                 plan,
@@ -71,7 +78,7 @@ def run_jobs_with_progress(
                 on=on,
                 gpus_per_job=1.0 if gpus_per_job is None else gpus_per_job,
                 should_stop=should_stop,
-                on_progress=progress.show_running,
+                on_progress=show_running,
                 on_job_end=on_job_end,
             )
         except Interrupted:
@@ -148,7 +155,7 @@ def _lock_folders(plan: Sequence[Job]) -> Iterator[None]:
         yield
 
 
-def _count_cores() -> int:
+def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

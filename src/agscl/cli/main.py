@@ -53,13 +53,19 @@ def run_command(arguments: list[str]) -> int:
     from agscl.cli.search import search
     from agscl.cli.study import study
     from agscl.cli.verify import verify
-    from agscl.system.process import skip_gc_at_exit, tune_malloc
+    from agscl.system.process import find_torchrun_rank, skip_gc_at_exit, tune_malloc
 
     skip_gc_at_exit()
     tune_malloc()
     if arguments == ["--version"]:
         print_line(f"agscl {__version__}")
         return DONE
+    if (rank := find_torchrun_rank()) is not None and arguments[:1] != ["run"]:
+        if rank:
+            return WRONG_USE  # the first process says why
+        raise UsageError(
+            "torchrun is for agscl run alone: start this without it; for many runs on many machines use --on"
+        )
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print_line(f"Note: {message}")
         return int(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,9 +37,11 @@ from agscl.cli.options import (
 )
 from agscl.cli.report import write_page_at_end
 from agscl.cli.signals import catch_stop_signals
+from agscl.system.process import find_torchrun_rank
 
 if TYPE_CHECKING:
     from agscl.experiments.config import RunConfig
+    from agscl.training.ranks import Ranks
 
 NEWEST = "newest"
 """What `--resume` without a name means."""
@@ -89,14 +93,11 @@ def run(
         threads: CPU threads. A resumed run keeps the number it was started with.
         tensorboard: The same as --log tensorboard.
     """
-    from agscl.cli.console import print_line
-    from agscl.cli.progress import RunProgress
-    from agscl.cli.tables import print_run_summary
-    from agscl.experiments.config import choose_threads, configure
-    from agscl.experiments.run import Interrupted, execute_run
-    from agscl.runs import Run, is_finished, read_result
-    from agscl.runs.loggers import Loggers
+    from agscl.experiments.config import configure
+    from agscl.training.ranks import join_ranks
 
+    if find_torchrun_rank():
+        return _follow()
     check_checkpoint_every(checkpoint_every)
     check_at_least_one("--threads", threads)
     log = (*log, "tensorboard") if tensorboard else log
@@ -129,6 +130,29 @@ def run(
         if unused:
             raise UsageError(f"--resume takes all settings from {folder}/config.json: leave out {', '.join(unused)}")
 
+    if config.device.startswith("cuda:") and find_torchrun_rank() is not None:
+        raise UsageError(f"torchrun gives each process a GPU of its own: use --device cuda, not {config.device}")
+    with join_ranks() as ranks:
+        return _run_here(config, folder, runs, ranks, checkpoint_every, threads, log)
+
+
+def _run_here(
+    config: RunConfig,
+    folder: Path,
+    runs: Path,
+    ranks: Ranks,
+    checkpoint_every: float,
+    threads: int | None,
+    log: Sequence[str],
+) -> int:
+    from agscl.cli.console import print_line
+    from agscl.cli.progress import RunProgress
+    from agscl.cli.tables import print_run_summary
+    from agscl.experiments.config import choose_threads
+    from agscl.experiments.run import Interrupted, execute_run
+    from agscl.runs import Run, is_finished, read_result
+    from agscl.runs.loggers import Loggers
+
     loggers = Loggers(log, folder, config.as_dict(), print_line)
     if is_finished(folder):
         Run(folder).check_config(config.as_dict())
@@ -136,6 +160,7 @@ def run(
         loggers.update()
         loggers.close()
         print_line(f"{folder} is finished already; nothing to do. Its result:")
+        ranks.broadcast(None)  # there is nothing to train
         print_run_summary(result, folder)
         if not (folder / "report.html").exists():
             write_page_at_end(folder)
@@ -197,3 +222,17 @@ def _make_resume_command(folder: Path, runs: Path) -> str:
     name = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
     words = ["agscl", "run", "--resume", str(name)]
     return shlex.join(words if runs == Path("runs") else [*words, "--runs", str(runs)])
+
+
+def _follow() -> int:
+    """What all processes but the first do, where `torchrun` started several."""
+    from agscl.experiments.run import Interrupted, follow_run
+    from agscl.training.ranks import join_ranks
+
+    warnings.simplefilter("ignore")  # the first process prints them
+    with catch_stop_signals() as should_stop, join_ranks():
+        try:
+            follow_run(should_stop)
+        except Interrupted:
+            return STOPPED
+    return DONE

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from agscl.cli.errors import DONE, FAILED, value_errors_as_usage_errors
+from agscl.cli.errors import DONE, FAILED, UsageError, value_errors_as_usage_errors
 from agscl.cli.folders import check_group_folder, choose_folder_name
-from agscl.cli.jobs import print_errors, run_jobs_with_progress
+from agscl.cli.jobs import count_cores, print_errors, run_jobs_with_progress
 from agscl.cli.options import (
     CheckpointEvery,
     Device,
@@ -23,6 +23,7 @@ from agscl.cli.options import (
     SetPairs,
     TaskOptions,
     Tasks,
+    check_at_least_one,
     collect_changes,
     describe,
     parse_settings,
@@ -44,6 +45,8 @@ def search(
     gpus_per_job: GpusPerJob = None,
     name: Annotated[str | None, describe("NAME", default="(default: made from preset, method and changes)")] = None,
     epochs: Epochs = None,
+    sampler: Annotated[Literal["axes", "optuna"], describe("axes|optuna")] = "axes",
+    trials: Annotated[int | None, describe("N", default="(default: 20)")] = None,
     only: Annotated[str | None, describe("NAME,NAME,...", default="(default: all that can be searched)")] = None,
     set: SetPairs = (),
     tasks: Tasks = None,
@@ -55,7 +58,8 @@ def search(
 ) -> int:
     """Search a method's settings by validation accuracy, or by score for agents.
 
-    AGS-CL: λ, then μ, then ρ. Other methods: their main setting.
+    By default one setting after the other: for AGS-CL the budget, for its paper's form λ, then μ, then ρ, for others
+    their main setting. With --sampler optuna all together; poor trials are stopped after a task.
 
     The same command continues where it stopped.
 
@@ -64,6 +68,8 @@ def search(
         seed: First seed of tasks, initial weights and batches; choose one that no comparison uses.
         seeds: Try each choice on this many seeds and take the mean; one seed alone may be off by a point or two.
         name: Name of the search's folder in --runs.
+        sampler: Who chooses what is tried: axes, values of one setting after the other; optuna, Optuna's TPE sampler.
+        trials: With --sampler optuna: how many choices of settings are tried in all.
         only: The settings to search, e.g. lam.
         set: Fixed settings, e.g. --set eta=0.8; for a searched setting, its start value.
     """
@@ -84,24 +90,34 @@ def search(
     folder = runs / (name or choose_folder_name(f"search-{preset}-{method}", device, changes))
     check_group_folder(folder, runs, "search")
 
-    def run_jobs(plan: Sequence[Job]) -> None:
-        print_errors(run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job))
+    def run_jobs(plan: Sequence[Job], watch: Callable[[], None] = lambda: None) -> None:
+        errors = run_jobs_with_progress(plan, jobs, checkpoint_every, on, gpus_per_job, watch=watch)
+        print_errors(errors)
 
+    options: dict[str, Any] = {"seed": seed, "seeds": seeds, "only": None if only is None else only.split(",")}
     with value_errors_as_usage_errors():
-        trials = search_settings(
-            preset,
-            method,
-            folder,
-            run_jobs,
-            seed=seed,
-            seeds=seeds,
-            only=None if only is None else only.split(","),
-            device=device,
-            **changes,
-        )
-    print_trials(trials, get_preset(preset).quantity)
+        if sampler == "optuna":
+            from agscl.experiments.optuna_search import search_with_optuna
+
+            at_once = max(1, _choose_processes(jobs, on) // max(1, seeds))
+            tried = search_with_optuna(
+                preset,
+                method,
+                folder,
+                run_jobs,
+                trials=20 if trials is None else trials,
+                at_once=at_once,
+                device=device,
+                **options,
+                **changes,
+            )
+        elif trials is not None:
+            raise UsageError("--trials is for --sampler optuna; the axes decide themselves how many values they try")
+        else:
+            tried = search_settings(preset, method, folder, run_jobs, device=device, **options, **changes)
+    print_trials(tried, get_preset(preset).quantity)
     print_line(f"\nstored in {folder / 'search.json'}")
-    best = trials[0]
+    best = tried[0]
     if best.valid_accuracy is None:
         print_line("Training diverged with every choice; try a lower learning rate, e.g. --set lr=0.001")
         return FAILED
@@ -113,3 +129,10 @@ def search(
     words += ["--fast"] if fast else []
     print_line(f"run the best: {shlex.join([*make_run_command(preset, method, best.settings), *words])}")
     return DONE
+
+
+def _choose_processes(jobs: int | None, on: str | None) -> int:
+    check_at_least_one("--jobs", jobs)
+    if jobs is None and on is not None:
+        raise UsageError("--sampler optuna suggests a batch of trials at a time: with --on say how many, --jobs N")
+    return jobs or count_cores()

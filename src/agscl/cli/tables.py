@@ -222,7 +222,12 @@ def print_trials(trials: Sequence[Trial], quantity: str) -> None:
     settings = list(dict.fromkeys(key for trial in trials for key in trial.settings))
     table = make_table(None, *settings, "average score, %" if quantity == "score" else "average validation accuracy, %")
     for trial in trials:
-        score = "diverged" if trial.valid_accuracy is None else format_mean(summarize_values(trial.by_seed), 100, 1)
+        if trial.pruned_after is not None:
+            score = f"stopped after task {trial.pruned_after}"
+        elif trial.valid_accuracy is None:
+            score = "diverged"
+        else:
+            score = format_mean(summarize_values(trial.by_seed), 100, 1)
         table.add_row(*[f"{trial.settings[key]:g}" for key in settings], score)
     console.print()
     console.print(table)

@@ -24,6 +24,7 @@ from agscl.reinforcement.trainer import ReinforcementTrainer
 from agscl.runs import WrongOptions
 from agscl.tasks import TaskSequence
 from agscl.training import Trainer, TrainingConfig
+from agscl.training.ranks import Ranks
 from agscl.training.seeds import derive_seed
 
 AnySequence = TaskSequence | tuple[EnvironmentTask, ...]
@@ -61,6 +62,9 @@ def load_supervised(config: RunConfig) -> TaskSequence:
 
 def build_trainer(config: RunConfig, method_name: str, sequence: AnySequence) -> AnyTrainer:
     """A trainer for the method (or bound) of this name, with a new model."""
+    if Ranks.current().size > 1 and (method_name == "joint" or isinstance(config.training, PPOConfig)):
+        what = "joint" if method_name == "joint" else "an agent"
+        raise WrongOptions(f"{what} is trained by one process: start it without torchrun")
     if isinstance(config.training, PPOConfig):
         return _build_agent(config, method_name, cast(tuple[EnvironmentTask, ...], sequence))
     return build_supervised(config, method_name, cast(TaskSequence, sequence))

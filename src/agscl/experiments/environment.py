@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from agscl import __version__
-from agscl.runs import Run, RunError
+from agscl.runs import DifferentConfig, Run, RunError
 from agscl.runs.folder import read_checked_json
 
 
-def record_environment(run: Run, threads: int | None) -> dict[str, Any]:
+def record_environment(run: Run, threads: int | None, processes: int = 1) -> dict[str, Any]:
     """Set the number of threads and write environment.json. A resumed run keeps what it was started with."""
     path = run.folder / "environment.json"
     if not (path.exists() and run.is_started):
@@ -32,12 +32,20 @@ def record_environment(run: Run, threads: int | None) -> dict[str, Any]:
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
         }
+        if processes > 1:
+            environment["processes"] = processes
         run.write_json(path.name, environment)
     environment = read_checked_json(path, ". Remove it")
     try:
         torch.set_num_threads(environment["threads"])
     except (KeyError, TypeError, RuntimeError) as error:
         raise RunError(f"{path} does not say how many threads the run uses: remove it") from error
+    if (started_with := environment.get("processes", 1)) != processes:
+        how = f"torchrun --nproc-per-node {started_with}" if started_with > 1 else "no torchrun"
+        raise DifferentConfig(
+            f"{run.folder} was started with {started_with} processes and has {processes} now, so its results would "
+            f"differ. Continue it with {how}, or choose another --name for a new run"
+        )
     return environment
 
 

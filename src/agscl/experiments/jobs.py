@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from agscl.tasks import DataError
 
 POLL_SECONDS = 0.2
 """How often the progress of the runs is looked up."""
+STOP_REQUEST = "stop"
+"""A file in the folder of a run that is asked to stop."""
 MAX_LOSSES = 3
 """How often a worker may be lost before its job has stored a new checkpoint."""
 
@@ -62,6 +65,11 @@ class Job:
         event = read_last_event(self.folder / "events.jsonl")
         progress = (event or {}).get("progress")
         return progress if isinstance(progress, float) else 0.0
+
+    def request_stop(self) -> None:
+        """Ask for this run alone to store a checkpoint and end, wherever it runs; running it again takes this back."""
+        if self.folder.is_dir():
+            (self.folder / STOP_REQUEST).touch()
 
     def __str__(self) -> str:
         return self.label or f"{METHODS[self.config.method].title}, seed {self.config.seed}"
@@ -123,6 +131,8 @@ def run_jobs(
     unfinished = [job for job in jobs if not job.is_finished]
     if not unfinished:
         return
+    for job in unfinished:
+        (job.folder / STOP_REQUEST).unlink(missing_ok=True)
     workers: Workers
     if on is None:
         processes = min(processes or 1, len(unfinished))
@@ -286,6 +296,7 @@ def run_job(
     """Start or continue a job in this process; None if it was stopped."""
     if should_stop():
         return None
+    should_stop = _look_for_request(job, should_stop)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -301,3 +312,17 @@ def run_job(
             return JobOutcome(error=f"{type(error).__name__}: {error}")
     messages = [str(warning.message) for warning in caught if issubclass(warning.category, SelfCheckWarning)]
     return JobOutcome(warnings=messages)
+
+
+def _look_for_request(job: Job, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    """`should_stop`, or whether `job.request_stop` was called; the file is looked for a few times a second."""
+    last = time.monotonic()
+
+    def is_requested() -> bool:
+        nonlocal last
+        if time.monotonic() - last < POLL_SECONDS:
+            return False
+        last = time.monotonic()
+        return (job.folder / STOP_REQUEST).exists()
+
+    return lambda: should_stop() or is_requested()

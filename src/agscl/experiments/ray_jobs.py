@@ -23,8 +23,10 @@ from agscl.experiments.jobs import Job, JobOutcome, WorkerLost, run_job
 from agscl.runs import RunError, WrongOptions
 from agscl.system.process import tune_malloc
 
-CONNECT_SECONDS = 15.0
-"""How long a cluster has to answer."""
+ANSWER_SECONDS = 5.0
+"""How long a machine has to answer at an address, and what answers has to show that it may be Ray."""
+CONNECT_SECONDS = 10.0
+"""How long it may take to join a cluster that answers."""
 NODE_SECONDS = 180.0
 """How long the nodes have to start a process, import torch and look for the runs folder."""
 STOP_SECONDS = 60.0
@@ -151,9 +153,12 @@ def _connect(address: str, limit: int | None) -> None:
         raise WrongOptions(f"--on takes local or the HOST:PORT of a Ray cluster, e.g. 10.0.0.1:6379, not {address!r}")
     advice = f"Is it running? On its first machine: ray start --head --port {port}; here: ray start --address {address}"
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS) as connection:
+            is_grpc = _speaks_grpc(connection)
     except (OSError, OverflowError) as error:
         raise RunError(f"no Ray cluster answers at {address} ({error}). {advice}") from error
+    if not is_grpc:
+        raise RunError(f"what answers at {address} is not a Ray cluster, or is busy. {advice}")
     failure: list[BaseException] = []
 
     def connect() -> None:
@@ -170,6 +175,19 @@ def _connect(address: str, limit: int | None) -> None:
     if failure:
         reason = (str(failure[0]).splitlines() or [type(failure[0]).__name__])[0]
         raise RunError(f"could not join the Ray cluster at {address}: {reason}. {advice}") from failure[0]
+
+
+def _speaks_grpc(connection: socket.socket) -> bool:
+    """Whether a server answers as those of Ray do: with a SETTINGS frame of HTTP/2. Ray itself would wait long."""
+    if os.environ.get("RAY_USE_TLS") == "1":
+        return True
+    empty_settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    connection.settimeout(ANSWER_SECONDS)
+    try:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + empty_settings)
+        return connection.recv(9)[3:4] == b"\x04"
+    except OSError:
+        return False
 
 
 def _check_devices(jobs: Sequence[Job], gpus_per_job: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from agscl.runs.folder import DIVERGED, read_checked_json
 from agscl.system.files import encode_json
 from agscl.system.tf32 import tf32_for
 from agscl.training import CompileFailed, TrainingFailed
+from agscl.training.ranks import Ranks
 from agscl.training.trainer import Event
 
 CHECKPOINT_SPACING = 20.0
@@ -54,30 +55,27 @@ def execute_run(
     each task. `should_stop` is called between any two steps; when it returns True, a checkpoint is written and
     `Interrupted` raised. `on_event` gets the events of training, `on_message` lines for a person.
     """
+    ranks = Ranks.current()
+    should_stop = ranks.agree_to_stop(should_stop)
+    ranks.broadcast(config)
     run.store_config(config.as_dict())
-    environment = record_environment(run, threads)
+    environment = record_environment(run, threads, ranks.size)
     if environment["torch"] != torch.__version__:
         on_message(f"This run was started with torch {environment['torch']} and continues with {torch.__version__}.")
     sequence = load_tasks(config)
     state = run.resume() or {"method": None, "finished": {}, "seconds": {}}
     state.setdefault("chain", [])  # an entry for each certificate
     state["data"] = _check_data(run, sequence, state.get("data"))
+    ranks.broadcast((state, environment["threads"]))
     damaged = run.checkpoints.damaged
     for number, reason in damaged.items():
         none_left = state["method"] is None and number == min(damaged)
         next_step = "no earlier one is left: starting from the beginning" if none_left else "using the one before it"
         on_message(f"Checkpoint {number} is damaged ({reason}); {next_step}.")
 
-    remaining = [name for name in list_trained_methods(config) if name not in state["finished"]]
-    for later in remaining[1:]:
-        build_trainer(config, later, sequence)  # so that wrong options are reported before any training
-    for name in remaining:
-        with tf32_for(config.training.precision):  # for certificates too
-            trainer = build_trainer(config, name, sequence)
-            if state["method"] == name:
-                trainer.load_state_dict(state["trainer"])
-            state["method"] = name
-            certify = name == config.method and name != "joint"
+    with tf32_for(config.training.precision):  # for certificates too
+        for trainer in _build_trainers(config, sequence, state):
+            certify = state["method"] == config.method != "joint"
             _train_method(config, trainer, state, run, checkpoint_every, should_stop, on_event, certify)
 
     result = {
@@ -91,6 +89,40 @@ def execute_run(
     }
     run.write_json("result.json", result)
     return result
+
+
+def follow_run(should_stop: Callable[[], bool]) -> None:
+    """Train along with the first rank, which runs `execute_run` and writes all files, until it has nothing to do."""
+    ranks = Ranks.current()
+    should_stop = ranks.agree_to_stop(should_stop)
+    config: RunConfig | None = ranks.broadcast()
+    if config is None:
+        return
+    sequence = load_tasks(config)
+    state, threads = ranks.broadcast()
+    torch.set_num_threads(threads)
+    if state["data"] != {task.name: task.checksum() for task in sequence}:
+        raise RunError(f"the data that process {ranks.rank} reads is not that of the first process")
+    with tf32_for(config.training.precision):
+        for trainer in _build_trainers(config, sequence, state):
+            should_stop()
+            while trainer.advance():
+                if should_stop():
+                    raise Interrupted
+            state["finished"][state["method"]] = None
+
+
+def _build_trainers(config: RunConfig, sequence: AnySequence, state: dict[str, Any]) -> Iterator[AnyTrainer]:
+    """One after the other, the trainers of methods that are not finished; the first may go on from a checkpoint."""
+    remaining = [name for name in list_trained_methods(config) if name not in state["finished"]]
+    for later in remaining[1:]:
+        build_trainer(config, later, sequence)  # so that wrong options are reported before any training
+    for name in remaining:
+        trainer = build_trainer(config, name, sequence)
+        if state["method"] == name:
+            trainer.load_state_dict(state["trainer"])
+        state["method"] = name
+        yield trainer
 
 
 def list_trained_methods(config: RunConfig) -> list[str]:

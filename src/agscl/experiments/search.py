@@ -31,6 +31,11 @@ class Trial:
     valid_accuracy: float | None
     """Average validation accuracy after the last task, the mean over seeds; None if it diverged on any seed."""
     by_seed: list[float | None]
+    pruned_after: int | None = None
+    """How many tasks it had learned when it was stopped because it was poor; None if it was not stopped."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "pruned_after" or value is not None}
 
 
 def search_settings(
@@ -53,33 +58,19 @@ def search_settings(
     All trials, including those of earlier searches in the folder, are stored as search.json. Finished runs are not
     repeated.
     """
-    all_axes = get_entry(method).search
-    if not all_axes:
-        searchable = [name for name, entry in METHODS.items() if entry.search]
-        raise ValueError(f"{method} has no settings to search. These have: {', '.join(searchable)}")
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, not {seeds}")
-    start = configure(preset, method=method, seed=seed, **changes).settings
-    base = {**vars(get_entry(method).method_class.Config(**start)), **start}
-    axes = [axis for axis in all_axes if only is None or axis.setting in only]
-    if unknown := [name for name in only or () if name not in {axis.setting for axis in all_axes}]:
-        known = ", ".join(axis.setting for axis in all_axes)
-        raise ValueError(f"{method} has no setting {unknown[0]!r} to search. It has: {known}")
+    space = SearchSpace.from_options(preset, method, folder, seed, seeds, only, changes)
+    axes, best = space.axes, space.start
     if values:
-        axes = [SearchAxis(axes[0].setting, values=tuple(values))]
-        base = {**base, axes[0].setting: values[0]}
-    best = {axis.setting: base[axis.setting] for axis in all_axes}
+        axes = (SearchAxis(axes[0].setting, values=tuple(values)),)
+        best = {**best, axes[0].setting: values[0]}
     trials: dict[str, Trial] = {}
     for axis in axes:
         candidates, tried = axis.list_candidates(best), set()
         for _ in range(1 + MAX_EXTENSIONS):
-            jobs = [
-                [_make_job(preset, method, settings, folder, seed + i, changes, i > 0) for i in range(seeds)]
-                for settings in candidates
-            ]
+            jobs = [space.make_jobs(settings) for settings in candidates]
             run_jobs([job for jobs_of_one in jobs for job in jobs_of_one if not job.has_diverged])
             for settings, jobs_of_one in zip(candidates, jobs, strict=True):
-                trials[name_settings(settings)] = _make_trial(settings, [score_job(job) for job in jobs_of_one])
+                trials[name_settings(settings)] = make_trial(settings, [score_job(job) for job in jobs_of_one])
                 tried.add(settings[axis.setting])
             ranking = _sort_by_score(trials.values())
             if ranking[0].valid_accuracy is not None:
@@ -87,21 +78,75 @@ def search_settings(
             candidates = axis.extend(best, tried)
             if not candidates or ranking[0].valid_accuracy is None:
                 break
-    earlier = [
-        trial for trial in load_trials(folder, method, seed, seeds) if name_settings(trial.settings) not in trials
-    ]
-    content = encode_json(
-        {
-            "preset": preset,
-            "method": method,
-            "seed": seed,
-            "seeds": seeds,
-            "changes": changes,
-            "tried": [vars(trial) for trial in _sort_by_score([*ranking, *earlier])],
+    return space.store(trials.values())
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a search may try, and where its runs are."""
+
+    preset: str
+    method: str
+    folder: Path
+    seed: int
+    seeds: int
+    axes: tuple[SearchAxis, ...]
+    """The settings to search."""
+    start: dict[str, Any]
+    """The start values of all settings that the method declares for searches."""
+    changes: dict[str, Any]
+    """What all runs change of the preset."""
+
+    @classmethod
+    def from_options(
+        cls,
+        preset: str,
+        method: str,
+        folder: Path,
+        seed: int,
+        seeds: int,
+        only: Sequence[str] | None,
+        changes: dict[str, Any],
+    ) -> SearchSpace:
+        """Check what a search was asked for; raises ValueError."""
+        all_axes = get_entry(method).search
+        if not all_axes:
+            searchable = [name for name, entry in METHODS.items() if entry.search]
+            raise ValueError(f"{method} has no settings to search. These have: {', '.join(searchable)}")
+        if seeds < 1:
+            raise ValueError(f"seeds must be at least 1, not {seeds}")
+        given = configure(preset, method=method, seed=seed, **changes).settings
+        base = {**vars(get_entry(method).method_class.Config(**given)), **given}
+        axes = tuple(axis for axis in all_axes if only is None or axis.setting in only)
+        if unknown := [name for name in only or () if name not in {axis.setting for axis in all_axes}]:
+            known = ", ".join(axis.setting for axis in all_axes)
+            raise ValueError(f"{method} has no setting {unknown[0]!r} to search. It has: {known}")
+        start = {axis.setting: base[axis.setting] for axis in all_axes}
+        return cls(preset, method, folder, seed, seeds, axes, start, changes)
+
+    def make_jobs(self, settings: Mapping[str, Any]) -> list[Job]:
+        """The runs of these settings, one for each seed."""
+        return [
+            _make_job(self.preset, self.method, settings, self.folder, self.seed + i, self.changes, i > 0)
+            for i in range(self.seeds)
+        ]
+
+    def store(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Write search.json, with the trials of earlier searches in the folder; returns the new ones, best first."""
+        ranking = _sort_by_score(trials)
+        names = {name_settings(trial.settings) for trial in ranking}
+        finished = load_trials(self.folder, self.method, self.seed, self.seeds)
+        earlier = [trial for trial in finished if name_settings(trial.settings) not in names]
+        content = {
+            "preset": self.preset,
+            "method": self.method,
+            "seed": self.seed,
+            "seeds": self.seeds,
+            "changes": self.changes,
+            "tried": [trial.as_dict() for trial in _sort_by_score([*ranking, *earlier])],
         }
-    )
-    write_if_changed(folder / "search.json", content)
-    return ranking
+        write_if_changed(self.folder / "search.json", encode_json(content))
+        return ranking
 
 
 def load_trials(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> list[Trial]:
@@ -114,7 +159,7 @@ def load_trials(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> 
         score = metrics.average_accuracy(result["methods"][method]["valid_accuracies"])
         scores.setdefault(name_settings(settings), []).append((settings, score))
     complete = [runs for runs in scores.values() if len(runs) == seeds]
-    return _sort_by_score([_make_trial(runs[0][0], [score for _, score in runs]) for runs in complete])
+    return _sort_by_score([make_trial(runs[0][0], [score for _, score in runs]) for runs in complete])
 
 
 def score_job(job: Job) -> float | None:
@@ -155,7 +200,7 @@ def _make_job(
     return Job(config, folder / name, label)
 
 
-def _make_trial(settings: dict[str, Any], scores: list[float | None]) -> Trial:
+def make_trial(settings: dict[str, Any], scores: list[float | None]) -> Trial:
     known = [score for score in scores if score is not None]
     return Trial(settings, statistics.mean(known) if len(known) == len(scores) else None, scores)
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from avalanche.core import SupervisedPlugin
-from avalanche.models import MultiTaskModule
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.heads import MultiHead
 from agscl.integrations._attach import begin_or_continue, check_method, check_model, follow_optimizers
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.system.describe import describe_value
+
+try:
+    from avalanche.core import SupervisedPlugin
+    from avalanche.models import MultiTaskModule
+except RuntimeError as error:  # of compiled operators
+    raise ImportError(
+        f"Avalanche imports torchvision, which does not work with torch {torch.__version__} ({error}). Install the "
+        "torchvision that was built for this torch, from the same package index."
+    ) from error
 
 __all__ = ["AvalancheModel", "AvalanchePlugin"]
 
@@ -55,6 +63,35 @@ class AvalanchePlugin(SupervisedPlugin):
         super().__init__()
         check_method(method, type(self).__name__)
         self.method, self.forward = method, forward
+        self._optimizers: list[Optimizer] = []
+        self._loaded: list[dict[str, Any]] | None = None  # what optimizers hold per parameter, until there are some
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, heads, the optimizers' moments and the method's state, as plain values; between two experiences."""
+        if self.method.task is not None:
+            raise RuntimeError(f"Task {self.method.task} is being learned. Save after strategy.train(experience).")
+        heads: Any = self.method.model.heads if isinstance(self.method.model, MultiHead) else {}
+        outputs = {label: head.out_features for label, head in heads.items() if isinstance(head, nn.Linear)}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.method.model.named_parameters()}
+        return {
+            "heads": outputs,
+            "model": self.method.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizers": [
+                {names[parameter]: state for parameter, state in optimizer.state.items() if parameter in names}
+                for optimizer in self._optimizers
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with a saved state; make the optimizer and the strategy after it, when the heads are there."""
+        self._loaded = state_dict["optimizers"]
+        model = self.method.model
+        for label, outputs in state_dict["heads"].items():
+            if isinstance(model, MultiHead) and label not in model.heads:
+                model.add_head(label, outputs)
+        model.load_state_dict(state_dict["model"])
+        self.method.load_state_dict(state_dict["method"])
 
     def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         check_model(self.method, strategy.model)
@@ -64,8 +101,19 @@ class AvalanchePlugin(SupervisedPlugin):
                 f"Task {task} was learned in an earlier experience, and is frozen since. {type(self).__name__} needs a "
                 "label of its own for each experience: make the benchmark with task labels."
             )
+        if self._loaded is not None:
+            self._load_moments(find_optimizers(strategy), self._loaded)
+            self._loaded = None
         epochs, steps = strategy.train_epochs, len(strategy.dataloader)
         begin_or_continue(self.method, task, find_optimizers(strategy), epochs=epochs, steps_per_epoch=steps)
+
+    def _load_moments(self, optimizers: list[Optimizer], saved: list[dict[str, Any]]) -> None:
+        """Only now: before its first experience a strategy clears what its optimizer holds."""
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for name, parameter in self.method.model.named_parameters():
+                if name in state and id(parameter) in held:
+                    optimizer.state[parameter] = state[name]
 
     def before_training_epoch(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         follow_optimizers(self.method, find_optimizers(strategy))
@@ -79,6 +127,7 @@ class AvalanchePlugin(SupervisedPlugin):
                 yield [part.to(strategy.device) for part in batch]
 
         self.method.end_task(batches, self.forward)
+        self._optimizers = find_optimizers(strategy)
 
 
 def name_task(experience: Any) -> str:

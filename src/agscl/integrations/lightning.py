@@ -76,14 +76,10 @@ class LightningCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_epochs(trainer.current_epoch + 1)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the task, after other callbacks have written the last weights: averages, say."""
         self._end_epochs(trainer.current_epoch)
         self._end_task(trainer)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.method.task == self.task:  # all epochs were in the checkpoint already, so there was no training
-            self._end_epochs(trainer.current_epoch)
-            self._end_task(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for parameter in self._frozen:

@@ -98,6 +98,25 @@ class StableBaselinesCallback(BaseCallback):
         self.method, self.task, self.forward = method, task, forward
         self._steps = self._steps_per_epoch = 0
         self._handle: RemovableHandle | None = None
+        self._loaded: dict[str, Any] | None = None  # a saved state, until there is an agent
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `learn` needs to continue within the task: weights, moments, timesteps and the method's state."""
+        if self.method.task != self.task:
+            raise RuntimeError(f"Task {self.task!r} is not being learned now: save within `learn`, e.g. by a callback.")
+        return {
+            "task": self.task,
+            "timesteps": self.model.num_timesteps,
+            "weights": self.method.model.state_dict(),
+            "optimizer": self.model.policy.optimizer.state_dict(),
+            "method": self.method.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next `learn` continue with a saved state; the model has the heads of the earlier tasks by now."""
+        if state_dict["task"] != self.task:
+            raise ValueError(f"This is a state of task {state_dict['task']!r}, not of {self.task!r}.")
+        self._loaded = state_dict
 
     def _init_callback(self) -> None:
         agent = self.model
@@ -110,12 +129,24 @@ class StableBaselinesCallback(BaseCallback):
         if agent.policy.task != self.task:
             raise ValueError(f"The agent's policy is for task {agent.policy.task!r}, the callback for {self.task!r}.")
         check_model(self.method, agent.policy)
+        if self._loaded is not None:
+            held = {
+                name.partition("heads.")[2].partition(".")[0] for name in self._loaded["weights"] if "heads." in name
+            }
+            if missing := sorted(held - set(agent.policy.model.heads)):
+                raise ValueError(
+                    f"The saved model has heads for {', '.join(missing)}: add them before the agent is made, e.g. "
+                    f"model.add_head({missing[0]!r}, {{'actor': actions, 'critic': 1}})."
+                )
 
     def _on_training_start(self) -> None:
         agent = self.model
         samples = agent.n_steps * agent.n_envs
         passes = getattr(agent, "n_epochs", 1)
         self._steps_per_epoch = math.ceil(samples / getattr(agent, "batch_size", samples))
+        if self._loaded is not None:
+            self._resume(agent, self._loaded)
+            self._loaded = None
         iterations = max(1, math.ceil((agent._total_timesteps - agent.num_timesteps) / samples))
         begin_or_continue(
             self.method,
@@ -125,6 +156,12 @@ class StableBaselinesCallback(BaseCallback):
             steps_per_epoch=self._steps_per_epoch,
         )
         self._handle = agent.policy.optimizer.register_step_post_hook(self._after_step)  # after the method's own
+
+    def _resume(self, agent: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+        self.method.model.load_state_dict(state["weights"])
+        self.method.load_state_dict(state["method"], agent.policy.optimizer)
+        agent.policy.optimizer.load_state_dict(state["optimizer"])
+        agent.num_timesteps = state["timesteps"]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1

@@ -204,6 +204,7 @@ class ReinforcementTrainer:
                 "task": self.task_index,
                 "name": self.task.name,
                 "accuracies": self.accuracies[-1],
+                "valid_accuracies": self.valid_accuracies[-1],
                 "scores": scores,
                 "statistics": self.statistics[-1],
             }

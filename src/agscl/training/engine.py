@@ -93,7 +93,8 @@ class PlainEngine(Engine):
         trainer = self.trainer
         if self._batches is None:
             self._batches = trainer.epoch_order().to(trainer.device).split(trainer.config.batch_size)
-        trainer.train_step(self._batches[trainer.step])
+        train_step = trainer.train_step if trainer.ranks.size == 1 else trainer.train_step_together
+        train_step(self._batches[trainer.step])
         trainer.step += 1
 
     def _end_epoch(self) -> None:
@@ -104,7 +105,7 @@ class PlainEngine(Engine):
         trainer.check_finite()
         loss, rate, valid_loss = trainer.loss_sum.item() / trainer.examples, self.optimizer.param_groups[0]["lr"], None
         if config.validates:
-            valid_loss = trainer.validation_loss().item()
+            valid_loss = float(trainer.ranks.broadcast(trainer.validation_loss().item()))
             self.select_best(valid_loss)
         trainer.report_epoch(trainer.epoch, loss, valid_loss, rate)
         trainer.epoch, trainer.step = trainer.epoch + 1, 0
@@ -165,6 +166,12 @@ def make_runner(device: torch.device, before_capture: Callable[[], None], *, cap
 
 def make_engine(trainer: Trainer) -> Engine:
     """The engine that the trainer's configuration asks for."""
+    if trainer.ranks.size > 1:
+        if trainer.config.compile or trainer.config.engine == "captured":
+            raise ValueError(
+                "compile and engine='captured' are for one process: with torchrun leave them and --fast out"
+            )
+        return PlainEngine(trainer)
     captured = _uses_cuda_graphs(trainer)
     if not captured and not trainer.config.compile:
         return PlainEngine(trainer)

@@ -27,6 +27,7 @@ from agscl.tasks import Task, TaskSequence
 from agscl.training.config import TrainingConfig
 from agscl.training.engine import Engine, make_engine
 from agscl.training.optimizers import load_optimizer_state_dict, name_parameters, optimizer_state_dict
+from agscl.training.ranks import Ranks
 from agscl.training.seeds import derive_seed
 
 Event = dict[str, Any]
@@ -72,6 +73,7 @@ class Trainer:
         self.config = config
         self.seed = seed
         self.emit = emit
+        self.ranks = Ranks.current()
         self.device = next(model.parameters()).device if device is None else torch.device(device)
         self._tasks_on_device: dict[int, Task] = {}
 
@@ -141,6 +143,23 @@ class Trainer:
         self.optimizer.step()
         self.loss_sum.add_(loss.detach(), alpha=len(rows))
 
+    def train_step_together(self, rows: Tensor) -> None:
+        """As `train_step`, where several ranks train together: each computes its share of the rows."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        position = (self.seed, self.task_index, self.epoch, self.step)
+        torch.manual_seed(derive_seed(*position, 1 + self.ranks.rank))  # other dropout and crops on each rank
+        share, weight = self.ranks.take_share(rows)
+        loss = self.training_loss(share) * weight
+        loss.backward()
+        torch.manual_seed(derive_seed(*position, 0))  # what is drawn between steps is the same on all
+        loss = loss.detach()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        self.ranks.average_([loss, *gradients, *statistics])
+        self.optimizer.step()
+        self.loss_sum.add_(loss, alpha=len(rows))
+
     def training_loss(self, rows: Tensor) -> Tensor:
         """The mean loss of these rows of the training data."""
         x, y = self.task.make_batch(rows)
@@ -207,6 +226,7 @@ class Trainer:
                 "task": self.task_index,
                 "name": self.task.name,
                 "accuracies": self.accuracies[-1],
+                "valid_accuracies": self.valid_accuracies[-1] if self.valid_accuracies else None,
                 "statistics": self.statistics[-1],
             }
         )

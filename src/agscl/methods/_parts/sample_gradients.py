@@ -141,6 +141,23 @@ def _sum_sample_gradients(
         gradients = vmap(backward)(one_hot)[0] if len(one_hot) > 1 else backward(one_hot[0])[0]
         return list(gradients.values())
 
+    def gradients_of(one_hot: Tensor, sliced: list[Any]) -> list[Tensor]:
+        """Per weight (samples, …) the gradients of several samples."""
+        try:
+            return list(vmap(sample_gradients, in_dims=in_dims)(one_hot, *sliced))
+        except RuntimeError as error:
+            if "data-dependent control flow" not in str(error):
+                raise
+        # The forward pass asks what is in a tensor, as the attention masks of Transformers do: one sample at a time.
+        count = next(len(leaf) for leaf, per_sample in zip(sliced, has_samples, strict=True) if per_sample)
+        by_sample = [
+            sample_gradients(
+                one_hot, *(x[i] if per_sample else x for x, per_sample in zip(sliced, has_samples, strict=True))
+            )
+            for i in range(count)
+        ]
+        return [torch.stack(of_weight) for of_weight in zip(*by_sample, strict=True)]
+
     first = tree_unflatten([_slice_samples(leaf, samples, 0, 1) for leaf in leaves], shape)
     total: list[Tensor] | None = None
     try:
@@ -149,7 +166,7 @@ def _sum_sample_gradients(
             width = max(1, max_gradients // len(one_hot))
             for start in range(0, samples, width):
                 sliced = [_slice_samples(leaf, samples, start, start + width) for leaf in leaves]
-                gradients = vmap(sample_gradients, in_dims=in_dims)(one_hot, *sliced)
+                gradients = gradients_of(one_hot, sliced)
                 gradients = [g.flatten(0, 1) for g in gradients] if len(one_hot) > 1 else gradients
                 sums = [_sum_of_powers(gradient, power) for gradient in gradients]
                 total = sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]
