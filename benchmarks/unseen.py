@@ -62,7 +62,7 @@ def choose_examples(x: Tensor, y: Tensor, count: int, generator: torch.Generator
 @functools.cache
 def load_letters(split: str) -> tuple[Tensor, Tensor]:
     letters = load_examples("notmnist", split, ImageDecoder(28, 1))
-    return torch.from_numpy(letters.x).float() / 255, torch.from_numpy(letters.y)
+    return torch.tensor(letters.x) / 255, torch.tensor(letters.y)
 
 
 def load_pairs(seed: int) -> list[SmallTask]:

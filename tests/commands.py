@@ -14,7 +14,7 @@ QUICK = ["run", "digits", "--epochs", "2", "--batch-size", "64", "--name", "quic
 
 def start_command(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "agscl.cli", *(arguments or QUICK)]
+    command = [sys.executable, "-m", "agscl", *(arguments or QUICK)]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 

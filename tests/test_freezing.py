@@ -643,3 +643,4 @@ def test_a_layer_that_changed_its_size_is_an_error_that_says_what_to_do():
     model[0].weight = nn.Parameter(torch.zeros(7, 8))
     with pytest.raises(RuntimeError, match=r"Call close\(\) before the layer changes its size"):
         decaying(model).step()
+    decaying(network()).step()  # which has nothing to do with it

@@ -655,7 +655,7 @@ DIFFICULT: dict[str, Difficult] = {
         tuple(f"blocks.{block}.{part}" for block in range(3) for part in (6, 7)),
     ),
     "transposed": Difficult(TransposedNet, (3, 8, 8), ("up",), ("up",)),
-    "lstm": Difficult(RecurrentNet, (5, 6), ("rnn",), ("rnn",)),
-    "gru": Difficult(partial(RecurrentNet, nn.GRU), (5, 6), ("rnn",), ("rnn",)),
+    "lstm": Difficult(RecurrentNet, (5, 6), ("rnn",), ("fc1", "rnn")),
+    "gru": Difficult(partial(RecurrentNet, nn.GRU), (5, 6), ("rnn",), ("fc1", "rnn")),
     "transformer": Difficult(TransformerNet, (5, 6), ("block.self_attn",), ("block",)),
 }

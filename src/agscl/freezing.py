@@ -212,10 +212,20 @@ class FrozenEntries:
             self._open()
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if not self._stepped:
-            held = {id(part.tensor) for part in self._parts}
-            self._stepped = any(id(p) in held for group in optimizer.param_groups for p in group["params"])
-        self.restore()
+        self._stepped = self._stepped or self._is_trained_by(optimizer)
+        try:
+            self.restore()
+        except RuntimeError:  # a layer was replaced: no concern of the optimizer of another model
+            if self._is_trained_by(optimizer):
+                raise
+
+    def _is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer holds a tensor of which entries are frozen, or one that took its place."""
+        held = set()
+        for part in self._parts:
+            current = () if part.owner is None else part.owner._parameters.values()
+            held |= {id(tensor) for tensor in (part.given, part.hooked, *current)}
+        return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Torch calls this when the module has loaded a state_dict, perhaps into new parameters."""

@@ -281,7 +281,7 @@ class TestCommand:
         put_on_hub(small_hub, "mnist", 10, 200, 1, size=(28, 28))
         content = small_hub.datasets["ylecun/mnist"]["mnist/train/0000.parquet"]
         small_hub.stall_after[:] = [len(content) // 2]
-        command = [sys.executable, "-m", "agscl.cli", "data", "get", "mnist"]
+        command = [sys.executable, "-m", "agscl", "data", "get", "mnist"]
         accept_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job may ignore it
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=accept_sigint)
         part = data / "mnist" / "train.parquet.part"

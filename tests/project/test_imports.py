@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": LIBRARY | {"data", "runs", "analysis", "experiments", "agscl"},
     "cli": LIBRARY
     | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "experiments", "report", "agscl"},
+    "__main__": {"cli"},
     "agscl": LIBRARY | {"freezing"},  # the public names, in __init__.py
 }
 

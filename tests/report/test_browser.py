@@ -231,7 +231,7 @@ def test_a_watched_run_is_served_to_this_machine_and_reloads(browser, digits, tm
     log = (run / "events.jsonl").read_bytes()
     (run / "result.json").unlink()
     (run / "events.jsonl").write_bytes(b"".join(log.splitlines(keepends=True)[:-12]))
-    words = [sys.executable, "-m", "agscl.cli", "watch", str(run), "--port", "0"]
+    words = [sys.executable, "-m", "agscl", "watch", str(run), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

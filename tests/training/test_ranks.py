@@ -134,7 +134,7 @@ def start_torchrun(folder: Path, *arguments: str, processes: int = 2) -> subproc
     folder.mkdir(exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "agscl.cli", *arguments],
+        [sys.executable, *launcher, "-m", "agscl", *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -173,7 +173,7 @@ def test_a_run_by_two_processes_is_close_to_one_and_continues_after_a_kill(tmp_p
     assert process.returncode == 0
 
     alone = subprocess.run(
-        [sys.executable, "-m", "agscl.cli", *RUN], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "agscl", *RUN], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "AGS-CL" in alone.stdout
     for of_two, of_one in zip(
@@ -192,7 +192,7 @@ def test_a_stopped_run_continues_only_with_as_many_processes(tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=600)
     assert not (tmp_path / "runs/one/result.json").exists(), output
-    alone = subprocess.run([sys.executable, "-m", "agscl.cli", *RUN], cwd=tmp_path, capture_output=True, text=True)
+    alone = subprocess.run([sys.executable, "-m", "agscl", *RUN], cwd=tmp_path, capture_output=True, text=True)
     assert alone.returncode == 2
     assert "was started with 2 processes and has 1 now" in alone.stderr
     assert "torchrun --nproc-per-node 2" in alone.stderr

@@ -58,8 +58,9 @@ def search(
 ) -> int:
     """Search a method's settings by validation accuracy, or by score for agents.
 
-    By default one setting after the other: for AGS-CL the budget, for its paper's form λ, then μ, then ρ, for others
-    their main setting. With --sampler optuna all together; poor trials are stopped after a task.
+    One setting after the other, AGS-CL's paper form λ, then μ, then ρ.
+
+    With --sampler optuna all together; poor trials are stopped after a task.
 
     The same command continues where it stopped.
 

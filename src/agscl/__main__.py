@@ -1,4 +1,4 @@
-"""`python -m agscl.cli`."""
+"""`python -m agscl`, the same as the command `agscl`."""
 
 import sys
 
