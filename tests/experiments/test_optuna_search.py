@@ -80,6 +80,26 @@ def test_an_interrupted_search_goes_on_with_the_trials_of_one_that_was_not(tmp_p
         assert states == [optuna.trial.TrialState.COMPLETE] * 11
 
 
+def test_a_search_killed_before_a_trial_has_its_settings_draws_those_of_one_that_was_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(searching, "score_job", score_near(40.0))
+    options = {"trials": 6, "lam": 1234.5}
+    whole = searching.search_with_optuna("digits", "l2", tmp_path / "whole", run_nothing, **options)
+    assert any(one.settings["lam"] == 1234.5 for one in whole), "the start value, not a rounded one"
+    suggest, calls = optuna.trial.Trial.suggest_float, []
+
+    def suggest_twice(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return suggest(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.trial.Trial, "suggest_float", suggest_twice)
+        with pytest.raises(KeyboardInterrupt):
+            searching.search_with_optuna("digits", "l2", tmp_path / "killed", run_nothing, **options)
+    assert searching.search_with_optuna("digits", "l2", tmp_path / "killed", run_nothing, **options) == whole
+
+
 def test_more_trials_are_added_to_those_of_a_finished_search(tmp_path, monkeypatch):
     monkeypatch.setattr(searching, "score_job", score_near(40.0))
     few = searching.search_with_optuna("digits", "l2", tmp_path, run_nothing, trials=4)
@@ -120,7 +140,7 @@ def test_a_trial_that_is_worse_than_the_median_after_a_task_is_stopped_there(tmp
 
     monkeypatch.setattr(searching, "score_job", lambda job: 1.1)
     found = searching.search_with_optuna("digits", "l2", tmp_path, train, trials=6, epochs=1)
-    assert (found[-1].valid_accuracy, found[-1].pruned_after) == (None, 1)
+    assert (found[-1].valid_accuracy, found[-1].stopped_after) == (None, 1)
     assert len(tried) == 1
     assert not (tried[0] / "result.json").exists()
     assert list((tried[0] / "checkpoints").iterdir()), "from which a later search may continue"
@@ -134,7 +154,7 @@ def test_a_trial_that_diverges_counts_as_the_worst(tmp_path, monkeypatch):
     scores = [one.valid_accuracy for one in found]
     assert None in scores
     assert scores == sorted(scores, key=lambda score: score is None)
-    assert all(one.pruned_after is None and len(one.by_seed) == 2 for one in found)
+    assert all(one.stopped_after is None and len(one.by_seed) == 2 for one in found)
 
 
 def test_a_failed_run_ends_the_search_and_its_trial_is_tried_again(tmp_path, monkeypatch):

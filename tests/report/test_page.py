@@ -272,7 +272,7 @@ def test_seeds_with_tasks_of_their_own_are_nothing_that_is_missing(tmp_path, wit
     edit_json(folder / "agscl-seed1" / "result.json", lambda result: result["tasks"].reverse())
     report = read_report([folder])
     assert report.problems == []
-    assert "they are named by number" in read_text(make_page(report))
+    assert "tasks are named by number" in read_text(make_page(report))
 
 
 def test_a_run_of_an_older_version_without_node_records_says_what_is_missing(run, without_pictures):

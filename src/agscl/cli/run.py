@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from agscl.cli.errors import DONE, STOPPED, UsageError, value_errors_as_usage_errors
+from agscl.cli.errors import DONE, FAILED, STOPPED, UsageError, value_errors_as_usage_errors
 from agscl.cli.folders import (
     check_run_folder,
     choose_folder_name,
@@ -190,7 +191,9 @@ def _run_here(
             )
         except Interrupted:
             progress.close()
-            print_line(f"Stopped; a checkpoint is stored. Continue with: {_make_resume_command(folder, runs)}")
+            print_line(
+                f"Stopped; a checkpoint is stored. Continue with: {_make_resume_command(folder, runs, ranks.size)}"
+            )
             return STOPPED
         finally:
             loggers.close()
@@ -218,15 +221,17 @@ def _load_config(folder: Path) -> RunConfig:
     return config
 
 
-def _make_resume_command(folder: Path, runs: Path) -> str:
+def _make_resume_command(folder: Path, runs: Path, processes: int) -> str:
     name = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
-    words = ["agscl", "run", "--resume", str(name)]
+    launcher = ["torchrun", "--nproc-per-node", str(processes), "-m", "agscl"] if processes > 1 else ["agscl"]
+    words = [*launcher, "run", "--resume", str(name)]
     return shlex.join(words if runs == Path("runs") else [*words, "--runs", str(runs)])
 
 
 def _follow() -> int:
     """What all processes but the first do, where `torchrun` started several."""
     from agscl.experiments.run import Interrupted, follow_run
+    from agscl.training import TrainingFailed
     from agscl.training.ranks import join_ranks
 
     warnings.simplefilter("ignore")  # the first process prints them
@@ -235,4 +240,6 @@ def _follow() -> int:
             follow_run(should_stop)
         except Interrupted:
             return STOPPED
+        except (TrainingFailed, FloatingPointError):  # the first process says why, and does not wait for the others
+            os._exit(FAILED)
     return DONE

@@ -222,8 +222,8 @@ def print_trials(trials: Sequence[Trial], quantity: str) -> None:
     settings = list(dict.fromkeys(key for trial in trials for key in trial.settings))
     table = make_table(None, *settings, "average score, %" if quantity == "score" else "average validation accuracy, %")
     for trial in trials:
-        if trial.pruned_after is not None:
-            score = f"stopped after task {trial.pruned_after}"
+        if trial.stopped_after is not None:
+            score = f"stopped after task {trial.stopped_after}"
         elif trial.valid_accuracy is None:
             score = "diverged"
         else:

@@ -41,10 +41,10 @@ def record_environment(run: Run, threads: int | None, processes: int = 1) -> dic
     except (KeyError, TypeError, RuntimeError) as error:
         raise RunError(f"{path} does not say how many threads the run uses: remove it") from error
     if (started_with := environment.get("processes", 1)) != processes:
-        how = f"torchrun --nproc-per-node {started_with}" if started_with > 1 else "no torchrun"
+        how = f"with torchrun --nproc-per-node {started_with}" if started_with > 1 else "without torchrun"
         raise DifferentConfig(
             f"{run.folder} was started with {started_with} processes and has {processes} now, so its results would "
-            f"differ. Continue it with {how}, or choose another --name for a new run"
+            f"differ. Continue it {how}, or choose another --name for a new run"
         )
     return environment
 

@@ -8,7 +8,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,16 @@ from agscl.training.seeds import derive_seed
 
 try:
     import optuna
-    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import TrialState
 except ImportError as error:
     raise WrongOptions("--sampler optuna needs Optuna: pip install 'agscl[optuna]'") from error
 
 JOURNAL = "optuna.log"
 RANDOM_TRIALS = 5
-"""So many trials are drawn at random, and none is pruned before so many are finished."""
+"""So many trials are drawn at random, and none is stopped before so many are finished."""
+STOPPED_AFTER = "stopped after"
+"""Of a trial that was asked to stop: how many tasks it had learned."""
 
 RunJobs = Callable[[Sequence[Job], Callable[[], None]], None]
 
@@ -57,155 +59,97 @@ def search_with_optuna(
     space = SearchSpace.from_options(preset, method, folder, seed, seeds, only, changes)
     with _open_study(space) as study:
         while True:
-            known = [one for one in study.get_trials(deepcopy=False) if one.state != optuna.trial.TrialState.WAITING]
-            running = [_TrialRuns(space, study, one._trial_id) for one in known if not one.state.is_finished()]
+            known = [one for one in study.get_trials(deepcopy=False) if one.state != TrialState.WAITING]
+            running = [_TrialRuns(space, study, one.number) for one in known if not one.state.is_finished()]
             # An interrupted batch is filled up, so that its trials are those of a search that was not interrupted.
             wanted = min(trials, len(known) + (-len(known) % at_once if running else at_once))
-            running += [_suggest(space, study) for _ in range(len(known), wanted)]
+            running += [_TrialRuns(space, study, number) for number in range(len(known), wanted)]
             if not running:
-                return space.store(_list_trials(space, study))
-            _run_trials(running, run_jobs)
+                over = [_TrialRuns(space, study, one.number) for one in known]
+                return space.store({one.jobs[0].folder: one.describe() for one in over}.values())
 
+            def watch(running: Sequence[_TrialRuns] = running) -> None:
+                for one in running:
+                    one.stop_if_poor()
 
-def _run_trials(running: Sequence[_TrialRuns], run_jobs: RunJobs) -> None:
-    def watch() -> None:
-        for one in running:
-            one.report()
-            one.stop_if_poor()
-
-    jobs = {job.folder: job for one in running for job in one.jobs if not job.has_diverged}
-    run_jobs(list(jobs.values()), watch)
-    outcomes = [one.score() for one in running]  # all, before any is stored: raises where a run failed
-    for one, outcome in zip(running, outcomes, strict=True):
-        one.report()
-        one.tell(outcome)
-
-
-def _suggest(space: SearchSpace, study: optuna.Study) -> _TrialRuns:
-    """A new trial. The sampler's seed depends on the trial's number, so an interrupted search continues the same."""
-    number = len([one for one in study.get_trials(deepcopy=False) if one.state != optuna.trial.TrialState.WAITING])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.sampler = optuna.samplers.TPESampler(
-            seed=derive_seed(space.seed, number) % 2**32, n_startup_trials=RANDOM_TRIALS, constant_liar=True
-        )
-    trial = study.ask()
-    for axis in space.axes:
-        low, high = axis.get_range(space.start, MAX_EXTENSIONS)
-        trial.suggest_float(axis.setting, low, high, log=bool(axis.factors))
-    return _TrialRuns(space, study, trial._trial_id)
-
-
-def _list_trials(space: SearchSpace, study: optuna.Study) -> Iterator[Trial]:
-    """The trials that are over, each choice of settings once."""
-    found = {}
-    for one in study.get_trials(deepcopy=False):
-        if one.state.is_finished():
-            trial = _TrialRuns(space, study, one._trial_id)
-            found[trial.jobs[0].folder] = trial.describe()
-    yield from found.values()
+            jobs = {job.folder: job for one in running for job in one.jobs if not job.has_diverged}
+            run_jobs(list(jobs.values()), watch)
+            outcomes = [one.describe() for one in running]  # all, before any is stored: raises where a run failed
+            for one, outcome in zip(running, outcomes, strict=True):
+                one.store(outcome)
 
 
 class _TrialRuns:
-    """A trial of Optuna's, and its runs: one for each seed."""
+    """A trial of Optuna's, known by its number or new, and its runs: one for each seed."""
 
-    def __init__(self, space: SearchSpace, study: optuna.Study, trial_id: int) -> None:
+    def __init__(self, space: SearchSpace, study: optuna.Study, number: int) -> None:
         self._study = study
-        self._trial = optuna.trial.Trial(study, trial_id)
-        chosen = {name: float(f"{value:.3g}") for name, value in self._trial.params.items()}
+        known = study.get_trials(deepcopy=False)
+        is_new = number == len(known) or known[number].state == TrialState.WAITING
+        self._trial = study.ask() if is_new else optuna.trial.Trial(study, known[number]._trial_id)
+        chosen = {}
+        for index, axis in enumerate(space.axes):
+            # An own seed for each value, so that it does not depend on where a search was interrupted.
+            study.sampler = _make_sampler(derive_seed(space.seed, number, index))
+            low, high = axis.get_range(space.start, MAX_EXTENSIONS)
+            value = self._trial.suggest_float(axis.setting, low, high, log=bool(axis.factors))  # or the one it has
+            chosen[axis.setting] = value if value == space.start[axis.setting] else float(f"{value:.3g}")
         self.settings = {**space.start, **chosen}
         self.jobs = space.make_jobs(self.settings)
-        self._logs = [_TaskScores(job) for job in self.jobs]
-        self._judged = 0  # tasks after which it was compared with the other trials
 
-    @property
-    def _values(self) -> dict[int, float]:
-        """The average validation accuracy after each task, as reported to Optuna."""
-        frozen = self._study._storage.get_trial(self._trial._trial_id)
-        return dict(frozen.intermediate_values)
-
-    def report(self) -> None:
-        """Report to Optuna what the runs have measured after tasks that all of them have learned."""
-        known = self._values
-        for index, scores in enumerate(zip(*[log.read() for log in self._logs], strict=False)):
-            if index + 1 not in known:
-                self._trial.report(statistics.mean(scores), index + 1)
+    def _report(self) -> dict[int, float]:
+        """Report to Optuna, and return, the average validation accuracy after each task learned on all seeds."""
+        logs = [_read_task_scores(job) for job in self.jobs]
+        values = {step: statistics.mean(scores) for step, scores in enumerate(zip(*logs, strict=False), 1)}
+        known = self._study.get_trials(deepcopy=False)[self._trial.number].intermediate_values
+        for step in values.keys() - known.keys():
+            self._trial.report(values[step], step)
+        return values
 
     def stop_if_poor(self) -> None:
-        tasks = len(self._values)
-        if tasks > self._judged and not all(job.is_finished for job in self.jobs):
-            self._judged = tasks
-            if self._trial.should_prune():
-                self._trial.set_user_attr("pruned after", tasks)
-                for job in self.jobs:
-                    job.request_stop()
+        """Stop its runs if the last value is below the median of the finished trials after the same task.
 
-    def score(self) -> list[float | None] | None:
-        """The score of each seed; None if the trial was stopped because it was poor."""
-        if "pruned after" in self._trial.user_attrs and not all(job.is_finished for job in self.jobs):
-            return None
-        return [score_job(job) for job in self.jobs]
-
-    def tell(self, scores: list[float | None] | None) -> None:
-        """Store in the study how the trial ended. One that diverged is stored as pruned, so as the worst."""
-        value = None if scores is None else make_trial(self.settings, scores).valid_accuracy
-        state = optuna.trial.TrialState.PRUNED if value is None else optuna.trial.TrialState.COMPLETE
-        self._study.tell(self._trial, value, state)
+        Optuna's own MedianPruner compares the best value so far. An average over tasks is highest after the first one
+        and falls with forgetting, so it would stop none.
+        """
+        values = self._report()
+        if not values or STOPPED_AFTER in self._trial.user_attrs:
+            return
+        step = max(values)
+        finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        others = [one.intermediate_values[step] for one in finished if step in one.intermediate_values]
+        if len(others) >= RANDOM_TRIALS and values[step] < statistics.median(others):
+            self._trial.set_user_attr(STOPPED_AFTER, step)
+            for job in self.jobs:
+                job.request_stop()
 
     def describe(self) -> Trial:
-        scores = self.score()
-        if scores is None:
-            return Trial(self.settings, None, [None] * len(self.jobs), self._trial.user_attrs["pruned after"])
-        return make_trial(self.settings, scores)
+        """Its scores, or after how many tasks it was stopped; raises where a run failed."""
+        stopped_after = self._trial.user_attrs.get(STOPPED_AFTER)
+        if stopped_after is not None and not all(job.is_finished for job in self.jobs):
+            return Trial(self.settings, None, [None] * len(self.jobs), stopped_after)
+        return make_trial(self.settings, [score_job(job) for job in self.jobs])
+
+    def store(self, outcome: Trial) -> None:
+        """Store in the study how it ended. A trial that diverged is stored as pruned, so as the worst."""
+        self._report()
+        state = TrialState.PRUNED if outcome.valid_accuracy is None else TrialState.COMPLETE
+        self._study.tell(self._trial, outcome.valid_accuracy, state)
 
 
-@dataclass
-class _TaskScores:
-    """The average validation accuracy of a run after each of its tasks, from its event log, read as it grows."""
-
-    job: Job
-    size: int = -1
-    scores: tuple[float, ...] = ()
-
-    def read(self) -> tuple[float, ...]:
-        path = self.job.folder / "events.jsonl"
-        with contextlib.suppress(FileNotFoundError):
-            if (size := path.stat().st_size) != self.size:
-                self.size = size
-                after = {
-                    event["task"]: statistics.mean(event["valid_accuracies"])
-                    for event in read_events(path)
-                    if event.get("event") == "task ended" and event.get("valid_accuracies")
-                }
-                self.scores = tuple(after[task] for task in sorted(after))
-        return self.scores
+def _make_sampler(seed: int) -> optuna.samplers.BaseSampler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(seed=seed % 2**32, n_startup_trials=RANDOM_TRIALS, constant_liar=True)
 
 
-class MedianPruner(optuna.pruners.BasePruner):
-    """Stops a trial that is worse after a task than the median of the others after the same task.
-
-    Optuna's pruner of this name compares the best value of a trial so far. An average over tasks is highest after the
-    first one and falls with forgetting, so it would stop none.
-    """
-
-    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-        step = trial.last_step
-        finished = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-        values = [one.intermediate_values[step] for one in finished if step in one.intermediate_values]
-        return len(values) >= RANDOM_TRIALS and trial.intermediate_values[step] < statistics.median(values)
-
-
-# The journal ---------------------------------------------------------------------------------------------------------
-
-
-class _NoLock(JournalFileSymlinkLock):
-    """The search holds a lock of its own. Those of Optuna would outlive a killed process."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
+def _read_task_scores(job: Job) -> list[float]:
+    """The average validation accuracy of a run after each task it has learned, from its event log."""
+    path = job.folder / "events.jsonl"
+    events = read_events(path) if path.exists() else []
+    ended = [event for event in events if event.get("event") == "task ended" and event.get("valid_accuracies")]
+    scores = {event["task"]: statistics.mean(event["valid_accuracies"]) for event in ended}
+    return [scores[task] for task in sorted(scores)]
 
 
 @contextlib.contextmanager
@@ -215,36 +159,30 @@ def _open_study(space: SearchSpace) -> Iterator[optuna.Study]:
         if not all(map(math.isfinite, axis.get_range(space.start, MAX_EXTENSIONS))):
             start = space.start[axis.setting]
             raise ValueError(f"{axis.setting} starts at {start}, around which there is no range: --set a finite value")
-    described = {
-        "preset": space.preset,
-        "method": space.method,
-        "seed": space.seed,
-        "seeds": space.seeds,
-        "settings": [axis.setting for axis in space.axes],
-        "start": space.start,
-        "changes": space.changes,
-    }
-    described = json.loads(encode_json(described))
+    asked = {key: value for key, value in vars(space).items() if key not in ("folder", "axes")}
+    asked = json.loads(encode_json({**asked, "settings": [axis.setting for axis in space.axes]}))
     space.folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = space.folder / JOURNAL
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(lock_file(space.folder / f"{JOURNAL}.lock", wait=False))
+            stack.enter_context(lock_file(space.folder / "search.lock", wait=False))
         except BlockingIOError as error:
             raise RunError(f"another search is using {space.folder}: wait for it, or stop it") from error
-        _drop_partial_line(path)
+        _repair_journal(path)
         try:
-            storage = optuna.storages.JournalStorage(JournalFileBackend(str(path), lock_obj=_NoLock(str(path))))
             study = optuna.create_study(
-                storage=storage, study_name="search", direction="maximize", pruner=MedianPruner(), load_if_exists=True
+                storage=optuna.storages.JournalStorage(JournalFileBackend(str(path))),
+                study_name="search",
+                direction="maximize",
+                load_if_exists=True,
             )
             stored = study.user_attrs.get("search")
         except (ValueError, KeyError) as error:
             raise RunError(f"{path} is damaged ({error}). Remove it: finished runs are not repeated") from error
         if stored is None:
-            study.set_user_attr("search", described)
-        elif changed := [key for key, value in described.items() if stored.get(key) != value]:
+            study.set_user_attr("search", asked)
+        elif changed := [key for key, value in asked.items() if stored.get(key) != value]:
             raise WrongOptions(
                 f"{space.folder} holds a search with other options ({', '.join(changed)}): choose another --name"
             )
@@ -253,8 +191,9 @@ def _open_study(space: SearchSpace) -> Iterator[optuna.Study]:
         yield study
 
 
-def _drop_partial_line(path: Path) -> None:
-    """Drop what a killed process wrote of a last line, which Optuna could not read."""
+def _repair_journal(path: Path) -> None:
+    """Remove what a killed process left: Optuna's lock, and a partial last line, which Optuna could not read."""
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         with open(path, "r+b") as file:
             file.truncate(content.rfind(b"\n") + 1)

@@ -31,11 +31,11 @@ class Trial:
     valid_accuracy: float | None
     """Average validation accuracy after the last task, the mean over seeds; None if it diverged on any seed."""
     by_seed: list[float | None]
-    pruned_after: int | None = None
+    stopped_after: int | None = None
     """How many tasks it had learned when it was stopped because it was poor; None if it was not stopped."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "pruned_after" or value is not None}
+        return {key: value for key, value in vars(self).items() if key != "stopped_after" or value is not None}
 
 
 def search_settings(

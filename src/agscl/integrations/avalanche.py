@@ -77,7 +77,8 @@ class AvalanchePlugin(SupervisedPlugin):
             "heads": outputs,
             "model": self.method.model.state_dict(),
             "method": self.method.state_dict(),
-            "optimizers": [
+            "optimizers": self._loaded
+            or [
                 {names[parameter]: state for parameter, state in optimizer.state.items() if parameter in names}
                 for optimizer in self._optimizers
             ],
@@ -101,9 +102,9 @@ class AvalanchePlugin(SupervisedPlugin):
                 f"Task {task} was learned in an earlier experience, and is frozen since. {type(self).__name__} needs a "
                 "label of its own for each experience: make the benchmark with task labels."
             )
-        if self._loaded is not None:
+        if self._loaded:  # else the state was saved before the first experience
             self._load_moments(find_optimizers(strategy), self._loaded)
-            self._loaded = None
+        self._loaded = None
         epochs, steps = strategy.train_epochs, len(strategy.dataloader)
         begin_or_continue(self.method, task, find_optimizers(strategy), epochs=epochs, steps_per_epoch=steps)
 
@@ -113,7 +114,10 @@ class AvalanchePlugin(SupervisedPlugin):
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for name, parameter in self.method.model.named_parameters():
                 if name in state and id(parameter) in held:
-                    optimizer.state[parameter] = state[name]
+                    optimizer.state[parameter] = {
+                        key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                        for key, value in state[name].items()
+                    }
 
     def before_training_epoch(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         follow_optimizers(self.method, find_optimizers(strategy))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -78,8 +80,9 @@ class LightningCallback(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the task, after other callbacks have written the last weights: averages, say."""
-        self._end_epochs(trainer.current_epoch)
-        self._end_task(trainer)
+        with _on_device(trainer, pl_module):
+            self._end_epochs(trainer.current_epoch)
+            self._end_task(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for parameter in self._frozen:
@@ -112,6 +115,23 @@ class LightningCallback(Callback):
             return (move_data_to_device(batch, device) for batch in loader)
 
         self.method.end_task(batches, self.forward)
+
+
+@contextmanager
+def _on_device(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Within the block the model is on its device; at the end of a fit Lightning has moved it to the CPU."""
+    _move(trainer, pl_module, trainer.strategy.root_device)
+    try:
+        yield
+    finally:
+        _move(trainer, pl_module, torch.device("cpu"))
+
+
+def _move(trainer: Trainer, pl_module: LightningModule, device: torch.device) -> None:
+    if any(parameter.device != device for parameter in pl_module.parameters()):
+        pl_module.to(device)
+        for optimizer in trainer.optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())  # moves moments to where the parameters are
 
 
 def count_steps(trainer: Trainer, pl_module: LightningModule) -> tuple[int | None, int | None]:

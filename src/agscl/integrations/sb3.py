@@ -107,6 +107,7 @@ class StableBaselinesCallback(BaseCallback):
         return {
             "task": self.task,
             "timesteps": self.model.num_timesteps,
+            "steps": self._steps,
             "weights": self.method.model.state_dict(),
             "optimizer": self.model.policy.optimizer.state_dict(),
             "method": self.method.state_dict(),
@@ -130,9 +131,7 @@ class StableBaselinesCallback(BaseCallback):
             raise ValueError(f"The agent's policy is for task {agent.policy.task!r}, the callback for {self.task!r}.")
         check_model(self.method, agent.policy)
         if self._loaded is not None:
-            held = {
-                name.partition("heads.")[2].partition(".")[0] for name in self._loaded["weights"] if "heads." in name
-            }
+            held = {name.split(".")[1] for name in self._loaded["weights"] if name.startswith("heads.")}
             if missing := sorted(held - set(agent.policy.model.heads)):
                 raise ValueError(
                     f"The saved model has heads for {', '.join(missing)}: add them before the agent is made, e.g. "
@@ -161,7 +160,7 @@ class StableBaselinesCallback(BaseCallback):
         self.method.model.load_state_dict(state["weights"])
         self.method.load_state_dict(state["method"], agent.policy.optimizer)
         agent.policy.optimizer.load_state_dict(state["optimizer"])
-        agent.num_timesteps = state["timesteps"]
+        agent.num_timesteps, self._steps = state["timesteps"], state["steps"]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1

@@ -106,7 +106,7 @@ def _make_matrices(report: ReportData) -> Section | None:
         f"Each row is the state after learning a task, each column the {quantity} on one task. A column that stays "
         "dark to the last row was not forgotten."
         + (" Means over seeds." if any(len(line.complete) > 1 for line in lines) else "")
-        + (" Each seed has its own tasks, or its own order: they are named by number." if report.own_tasks else ""),
+        + (" The runs have different tasks, or another order: tasks are named by number." if report.own_tasks else ""),
     )
     for number, line in enumerate(lines):
         spec = charts.draw_matrix(line, report.tasks, is_score=report.is_score)

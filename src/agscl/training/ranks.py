@@ -1,7 +1,7 @@
 """Several processes (ranks) that train one network together, as `torchrun` starts them.
 
-Each takes its share of every batch. After the backward pass gradients, BatchNorm statistics and the loss are averaged,
-in one message, so all ranks hold the same bits after every step. The first one writes the files.
+Each takes its share of every batch. After the backward pass the network's gradients, BatchNorm statistics and the loss
+are averaged in one message, so all ranks hold the same bits after every step. The first one writes the files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ranks:
         """The rows of a batch that this rank computes, and the weight of their mean loss in the average over ranks."""
         share = rows[self.rank :: self.size]
         weight = len(share) * self.size / len(rows)
-        return (share, weight) if len(share) else (rows[:1], 0.0)  # fewer rows than ranks: run along without effect
+        return (share, weight) if len(share) else (rows[:1], 0.0)  # fewer rows than ranks: weight 0
 
     @torch.no_grad()
     def average_(self, tensors: Sequence[Tensor]) -> None:
@@ -85,7 +85,7 @@ def join_ranks() -> Iterator[Ranks]:
         yield Ranks()
         return
     backend, local_rank = "gloo", int(os.environ["LOCAL_RANK"])
-    if local_rank < torch.cuda.device_count():
+    if int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
         torch.cuda.set_device(local_rank)  # what "cuda" means from here on
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)

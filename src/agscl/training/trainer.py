@@ -150,13 +150,18 @@ class Trainer:
         position = (self.seed, self.task_index, self.epoch, self.step)
         torch.manual_seed(derive_seed(*position, 1 + self.ranks.rank))  # other dropout and crops on each rank
         share, weight = self.ranks.take_share(rows)
+        statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+        before = [buffer.clone() for buffer in statistics]
         loss = self.training_loss(share) * weight
         loss.backward()
         torch.manual_seed(derive_seed(*position, 0))  # what is drawn between steps is the same on all
         loss = loss.detach()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        statistics = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        self.ranks.average_([loss, *gradients, *statistics])
+        # Changes, not values: the mean of equal values may have other bits, and what is frozen keeps its own.
+        changes = [torch.where(new == old, 0, new - old) * weight for new, old in zip(statistics, before, strict=True)]
+        self.ranks.average_([loss, *gradients, *changes])
+        for buffer, old, change in zip(statistics, before, changes, strict=True):
+            buffer.copy_(torch.where(change == 0, old, old + change))
         self.optimizer.step()
         self.loss_sum.add_(loss, alpha=len(rows))
 
@@ -170,8 +175,9 @@ class Trainer:
             if len(rows) > 1:
                 raise
             raise ValueError(
-                f"the last batch of task {self.task.name!r} is one example, which BatchNorm cannot normalise: use "
-                f"another batch_size than {self.config.batch_size} ({error})"
+                f"the last batch of task {self.task.name!r} {'gives a process' if self.ranks.size > 1 else 'is'} one "
+                f"example, which BatchNorm cannot normalise: use another batch_size than {self.config.batch_size} "
+                f"({error})"
             ) from error
 
     def batch_loss(self, x: Tensor, y: Tensor, task: str) -> Tensor:
