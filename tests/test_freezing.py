@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import agscl
-from agscl import AGSCL, MultiHead, freezing
+from agscl import AGSCL, WSN, MultiHead, PackNet, freezing
 from agscl.freezing import FreezeCertificate
 from loops import adam, learn, leave_process_group, make, mlp
 
@@ -511,16 +511,27 @@ def test_a_model_moved_to_another_dtype_keeps_the_rounded_values():
     assert torch.equal(model[0].weight[0], before[0])
 
 
-def test_rows_frozen_by_hand_stay_beside_a_method_that_prunes():
+@pytest.mark.parametrize("kind", [AGSCL, PackNet])
+def test_a_method_that_prunes_refuses_weights_that_are_frozen_by_hand(kind):
     torch.manual_seed(0)
     model = MultiHead(mlp())
-    agscl.freeze(model.trunk[0], rows=slice(0, 20))
+    frozen = agscl.freeze(model.trunk[0], rows=slice(0, 20))
+    method, optimizer = make(kind, model), adam(model)
+    model.add_head("t0", 3)
+    with pytest.raises(ValueError, match=r"holds entries of trunk\.0\.weight and 1 more, and .* prunes weights"):
+        method.begin_task("t0", optimizer, epochs=3)
+    frozen.close()
+    method.begin_task("t0", optimizer, epochs=3)
+
+
+def test_rows_frozen_by_hand_stay_beside_a_method_that_does_not_prune():
+    torch.manual_seed(0)
+    model = MultiHead(mlp())
+    frozen = agscl.freeze(model.trunk[0], rows=slice(0, 20))
     before = model.trunk[0].weight.detach().clone()
-    method, optimizer = make(AGSCL, model), adam(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        learn(method, optimizer, 0, end=False)
+    learn(make(WSN, model), adam(model), 0)
     check_rows(before, model.trunk[0].weight, list(range(20)))
+    assert frozen.verify().ok
 
 
 # The certificate ------------------------------------------------------------------------------------------------------

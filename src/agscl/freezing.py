@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -28,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from agscl.methods._parts.batchnorm import ChannelFreezer, StatisticsFreezer, find_batchnorms
+from agscl.methods._parts.frozen_by_hand import frozen_by_hand
 from agscl.methods._parts.lifecycle import unwrap_model, warn_user
 from agscl.system.describe import describe_value
 from agscl.system.files import write_atomically
@@ -265,6 +267,16 @@ _handle: RemovableHandle | None = None
 def _restore_all(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for frozen in list(_live.values()):
         frozen._after_step(optimizer)
+
+
+def _list_frozen_tensors() -> Iterator[Tensor]:
+    for frozen in list(_live.values()):
+        for part in frozen._parts:
+            with suppress(RuntimeError):  # the layer was replaced
+                yield part.tensor
+
+
+frozen_by_hand.append(_list_frozen_tensors)
 
 
 @dataclass(eq=False)

@@ -65,6 +65,21 @@ def test_a_new_head_goes_to_the_group_where_the_heads_are():
     assert len(optimizer.param_groups[1]["params"]) == 4
 
 
+def test_a_head_that_joins_a_group_with_a_lower_rate_than_another_is_warned_about():
+    model = MultiHead(mlp())
+    model.add_head("t0", 3)
+    groups = [{"params": model.trunk[0].parameters(), "lr": 1e-5}, {"params": model.trunk[2].parameters()}]
+    optimizer = torch.optim.Adam(groups, lr=1e-2)
+    with pytest.warns(UserWarning, match="first parameter group, whose rate is 1e-05; another group has 0.01"):
+        FineTune(model).begin_task("t0", optimizer)
+    own = MultiHead(mlp())
+    own.add_head("t0", 3)
+    optimizer = torch.optim.Adam([{"params": own.trunk.parameters(), "lr": 1e-5}, {"params": own.heads.parameters()}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FineTune(own).begin_task("t0", optimizer)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

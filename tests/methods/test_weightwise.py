@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agscl import EWC, L2, MAS, SI, FineTune, MultiHead, RWalk, Together, tasks
+from agscl import AGSCL, EWC, L2, MAS, SI, WSN, FineTune, MultiHead, PackNet, RWalk, Together, tasks
 from agscl.methods._parts import sample_gradients as importance
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods.ewc import sample_classes
 from agscl.networks.mlp import MLP
-from loops import OneHead, adam, bits, blobs, learn, mlp, same
+from loops import OneHead, adam, bits, blobs, learn, make, mlp, same
 
 ALL = {
     "ewc": (EWC, {"lam": 50.0}),
@@ -1043,6 +1043,13 @@ def together(order, seed=0):
     model = MultiHead(mlp(), features=32)
     members = [EWC(model, lam=5.0), EWC(model, lam=20.0), SI(model, c=0.1, **SI.paper), MAS(model, lam=0.1)]
     return Together(*(members[place] for place in order)), model, adam(model)
+
+
+@pytest.mark.parametrize("kinds", [(PackNet, WSN), (AGSCL, PackNet)], ids=lambda kinds: kinds[0].__name__)
+def test_two_methods_that_decide_which_weights_are_free_are_not_put_together(kinds):
+    model = MultiHead(mlp())
+    with pytest.raises(ValueError, match="would undo each other's work"):
+        Together(*(make(kind, model) for kind in kinds))
 
 
 def test_methods_act_together_and_their_order_makes_no_difference_to_a_single_bit():

@@ -281,6 +281,7 @@ class HAT(NodeMethod):
     Plan = HATPlan
     plan: HATPlan | None
     needs = frozenset({"end_epoch"})
+    owns_weights = False
     paper: ClassVar[Mapping[str, Any]] = {"mask": "gradient", "gate_gradient": "authors"}
     """Settings that give the form behind the AGS-CL paper's table; its c is 2.5, or 0.1 for CIFAR-10/100."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
@@ -98,6 +99,7 @@ class PackNetPlan(FixedWeightsPlan):
 
     def start(self) -> None:
         method = self.method
+        refuse_frozen_by_hand(method)
         if len(method.tasks) > MAX_TASKS:
             raise ValueError(
                 f"PackNet marks each weight with its task's number in one byte: at most {MAX_TASKS} tasks."
@@ -167,6 +169,7 @@ class PackNet(FrozenPartsMethod):
     Plan = PackNetPlan
     plan: PackNetPlan | None
     needs = frozenset({"epochs", "end_epoch"})
+    owns_weights = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)

@@ -34,6 +34,12 @@ class Together(Method):
             raise ValueError("Together does not hold another Together: give all methods to one.")
         if any(method.model is not methods[0].model for method in methods):
             raise ValueError("Methods that act together must be given the same model.")
+        owners = [method.title for method in methods if method.owns_weights]
+        if len(owners) > 1:
+            raise ValueError(
+                f"{' and '.join(owners)} would undo each other's work: each decides which weights are free, and gives "
+                "them fresh values. Use one of them."
+            )
         if any(method.tasks for method in methods):
             raise ValueError("Methods must be new when they are put together: one has begun a task already.")
         super().__init__(methods[0].model, heads=methods[0].heads.place)

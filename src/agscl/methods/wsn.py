@@ -160,6 +160,7 @@ class WSN(FrozenPartsMethod):
         "ΔW ← ΔW ⊙ (1 − M), M: the weights that earlier tasks use",
     )
     search = (SearchAxis("c", values=(0.03, 0.05, 0.1, 0.3, 0.5)),)
+    owns_weights = True
     Config = WSNConfig
     config: WSNConfig
     Knowledge = WSNKnowledge

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 from agscl.methods._parts.proximal import group_norms
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def check_before_task(plan: AGSCLPlan) -> None:
             f"{', '.join(unfrozen[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
             "Freeze it again, or build a new method on the model."
         )
+    refuse_frozen_by_hand(method)
     _check_unchanged(plan)
     if untrained := plan.schedule.rates.untrained:
         method.warn_once(

@@ -69,6 +69,8 @@ class Method:
     Plan: ClassVar[type[plans.Plan]] = plans.Plan
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What a loop must do beside begin_task, steps and end_task. A missing count is an error in begin_task."""
+    owns_weights: ClassVar[bool] = False
+    """Whether it decides which weights are free, and changes those: two such methods would undo each other's work."""
     search: ClassVar[tuple[SearchAxis, ...]] = ()
     """The settings that a search tries, one after the other."""
     paper: ClassVar[Mapping[str, Any]] = {}

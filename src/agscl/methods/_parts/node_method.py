@@ -46,6 +46,8 @@ class NodeMethod(Method):
     only once a task has a name (`heads` is a function of the task, or a list), when the first task begins.
     """
 
+    owns_weights = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -96,9 +96,24 @@ class Plan:
         if len(groups) > 1:
             head_ids = {id(p) for p in self.head_parameters.values()}
             target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
+            self._warn_of_rate(head, target, groups, trained)
         for parameter in head.parameters():
             if id(parameter) not in trained:
                 self._add_to_group(target, parameter, names[id(parameter)])
+
+    def _warn_of_rate(
+        self, head: nn.Module, target: dict[str, Any], groups: Sequence[dict[str, Any]], trained: Set[int]
+    ) -> None:
+        """Warn where the group that a first head joins has a lower rate than another group."""
+        rate, highest = (float(max(group["lr"] for group in some)) for some in ([target], groups))
+        is_first = len(self.method.tasks) == 1 and any(id(p) not in trained for p in head.parameters())
+        if is_first and rate < highest:
+            self.method.warn_once(
+                "head rate",
+                f"The heads join the optimizer's first parameter group, whose rate is {rate:g}; another group has "
+                f"{highest:g}. If they are to learn faster, add the head to the optimizer yourself before begin_task, "
+                "with optimizer.add_param_group; later heads follow it.",
+            )
 
     def _add_to_group(self, group: dict[str, Any], parameter: nn.Parameter, name: str) -> None:
         group["params"].append(parameter)
