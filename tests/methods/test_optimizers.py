@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import EWC, HAT, SI, WSN, FineTune, LwF, MultiHead, PackNet, PaperAGSCL, RWalk
+from agscl import AGSCL, EWC, HAT, SI, WSN, FineTune, LwF, MultiHead, PackNet, PaperAGSCL, RWalk
 from agscl.graph.nodes import NodeGraph
 from agscl.methods._parts.hooks import StepHooks
 from loops import adam, bits, blobs, learn, make, mlp, same
@@ -319,3 +319,32 @@ def test_an_lbfgs_object_can_be_used_for_all_tasks(cls):
         assert any(name.startswith("trunk") for name in changed)
         method.end_epoch()
         method.end_task(blobs(number))
+
+
+@pytest.mark.parametrize("kind", [AGSCL, PackNet])
+def test_lbfgs_starts_anew_when_weights_are_pruned(kind):
+    torch.manual_seed(0)
+    model = MultiHead(mlp())
+    model.add_head("t0", 3)
+    method = make(kind, model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
+    x, y = (torch.cat(parts) for parts in zip(*blobs(0), strict=True))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, "t0"), y)
+        loss.backward()
+        return loss
+
+    method.begin_task("t0", optimizer, epochs=20)
+    pruned = 0
+    for _ in range(20):
+        optimizer.step(closure)
+        version = method.plan_version
+        method.end_epoch()
+        if method.plan_version != version:
+            pruned += 1
+            assert not optimizer.state, "what it knew of the weights before"
+    assert pruned
+    assert closure().item() < 0.1
+    method.end_task(blobs(0))

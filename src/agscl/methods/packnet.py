@@ -142,6 +142,7 @@ class PackNetPlan(FixedWeightsPlan):
             weight.masked_fill_(owner == FREE, 0.0)
         self.pruned_at_step = self.steps
         self.build()
+        self.restart_lbfgs()
         self.version += 1
 
 

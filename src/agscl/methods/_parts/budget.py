@@ -180,6 +180,7 @@ class NodePruner:
         _scale_groups_(self.plan.graph, factors)
         self.build()
         self.hold_()
+        self.plan.restart_lbfgs()
         self.plan.version += 1
 
 

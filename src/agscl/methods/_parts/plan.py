@@ -85,7 +85,7 @@ class Plan:
         for group, parameter in self._added_parameters:
             remove_parameter(group, parameter)
         if self._added_parameters:
-            self._restart_lbfgs()
+            self.restart_lbfgs()
 
     def _add_head_to_optimizer(
         self, groups: Sequence[dict[str, Any]], trained: Set[int], names: Mapping[int, str]
@@ -120,10 +120,10 @@ class Plan:
         if "param_names" in group:  # of an optimizer made of named_parameters()
             group["param_names"].append(name)
         self._added_parameters.append((group, parameter))
-        self._restart_lbfgs()
+        self.restart_lbfgs()
 
-    def _restart_lbfgs(self) -> None:
-        """LBFGS keeps vectors as long as all its parameters together: let it start anew where some came or went."""
+    def restart_lbfgs(self) -> None:
+        """Let LBFGS, which keeps vectors as long as all its parameters, start anew: some came, went or were pruned."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 optimizer.state.clear()
