@@ -734,6 +734,30 @@ def atari_cost(result: Result) -> str:
     )
 
 
+@made_from("unseen")
+def unseen(result: Result) -> str:
+    names = list(result["sequences"][0]["accuracies"])
+    lines = [f"| sequence | network, epochs, optimizer | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    means: dict[str, list[float]] = {name: [] for name in names}
+    for row in result["sequences"]:
+        setting = f"{row['network']}, {row['epochs']}, {row['optimizer']}"
+        cells = [spread(row["accuracies"][name]) for name in names]
+        lines.append(f"| {row['sequence']} | {setting} | {' | '.join(cells)} |")
+        for name in names:
+            means[name].append(statistics.mean(row["accuracies"][name]))
+    lines.append(f"| mean | | {' | '.join(f'{statistics.mean(means[name]):.1f}' for name in names)} |")
+    return "\n".join([*lines, "", f"{len(result['seeds'])} seeds. {source(result)}"])
+
+
+@made_from("unseen")
+def unseen_means(result: Result) -> str:
+    rows = [row["accuracies"] for row in result["sequences"]]
+    means = {name: statistics.mean(statistics.mean(row[name]) for row in rows) for name in rows[0]}
+    ordered = sorted(means, key=means.__getitem__, reverse=True)
+    listed = ", ".join(f"{name} {means[name]:.1f}" for name in ordered)
+    return f"Mean of {len(rows)} sequences, {len(result['seeds'])} seeds, average accuracy in %: {listed}."
+
+
 @made_from("control")
 def control(result: Result) -> str:
     lines = ["| | seeds | average score, % | forgetting, % | accumulated reward |", "|---|---|---|---|---|"]
@@ -920,6 +944,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "large-runs": large_runs,
     "cluster-times": cluster_times,
     "control": control,
+    "unseen": unseen,
+    "unseen-means": unseen_means,
     "paper-runs": paper_runs,
     "paper-costs": paper_costs,
     "shared-or-alone": shared_or_alone,
