@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
+import pickle
 import weakref
 
 import pytest
@@ -12,9 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, EWC, HAT, SI, WSN, FineTune, LwF, MultiHead, PackNet, PaperAGSCL, RWalk
+from agscl import (
+    AGSCL,
+    EWC,
+    GPM,
+    HAT,
+    L2,
+    MAS,
+    SI,
+    SPG,
+    TRGP,
+    WSN,
+    FineTune,
+    LwF,
+    MultiHead,
+    PackNet,
+    PaperAGSCL,
+    RWalk,
+    Together,
+)
 from agscl.graph.nodes import NodeGraph
 from agscl.methods._parts.hooks import StepHooks
+from agscl.methods._parts.lifecycle import SelfCheckWarning
 from loops import adam, bits, blobs, learn, make, mlp, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -120,6 +141,79 @@ def test_saved_in_the_middle_of_a_task_with_two_optimizers_it_continues_bit_iden
         return bits(model)
 
     assert same(run(None), run(6))
+
+
+def torch_save_and_load(objects):
+    file = io.BytesIO()
+    torch.save(objects, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda objects: pickle.loads(pickle.dumps(objects)),
+    "torch.save": torch_save_and_load,
+}
+
+
+@pytest.mark.parametrize(
+    ("copier", "order"), [("deepcopy", (0, 1, 2)), ("pickle", (2, 1, 0)), ("torch.save", (0, 2, 1))]
+)
+@pytest.mark.parametrize("cls", [*ALL, AGSCL, L2, MAS, GPM, TRGP, SPG])
+def test_a_copy_made_in_the_middle_of_a_task_goes_on_as_the_original_bit_for_bit(cls, copier, order):
+    model = build()
+    originals = [model, split(model), make(cls, model)]
+    learn_with(originals[2], originals[1], 0)
+    learn_with(originals[2], originals[1], 1, steps=range(6), end=False)
+    copied = COPIERS[copier](tuple(originals[place] for place in order))
+    copies = [copied[order.index(place)] for place in range(3)]
+    results = []
+    for model, optimizers, method in (originals, copies):
+        assert method.model is model
+        learn_with(method, optimizers, 1, steps=range(6, 16), begin=False)
+        learn_with(method, optimizers, 2, steps=range(8))
+        results.append(bits(model))
+        assert not any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers)
+    assert same(*results)
+
+
+def test_methods_copied_together_in_the_middle_of_a_task_go_on_as_the_originals():
+    model = build()
+    method, optimizer = Together(EWC(model, lam=400), SI(model, c=0.1)), adam(model)
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1, steps=range(6), end=False)
+    twin, step, other = copy.deepcopy((model, optimizer, method))
+    learn(method, optimizer, 1, steps=range(6, 16), begin=False)
+    learn(other, step, 1, steps=range(6, 16), begin=False)
+    assert same(bits(model), bits(twin))
+
+
+@pytest.mark.filterwarnings("error::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_a_method_copied_without_the_optimizer_that_steps_warns_when_the_epoch_ends():
+    model = build()
+    method, optimizer = L2(model, lam=10), adam(model)
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1, steps=range(6), end=False)
+    copied = copy.deepcopy(method)
+    with pytest.warns(SelfCheckWarning, match="copied or unpickled within task 't1'.*has not stepped since"):
+        learn(copied, adam(copied.model), 1, steps=range(6, 8), begin=False, end=False)
+    unpickled = [pickle.loads(pickle.dumps(one)) for one in (model, optimizer, method)]
+    unpickled[2].end_epoch()
+    with pytest.warns(SelfCheckWarning, match="copied or unpickled within task 't1'.*has not stepped since"):
+        unpickled[2].end_epoch()
+
+
+@pytest.mark.filterwarnings("error::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_a_method_copied_at_the_end_of_a_task_may_end_it_without_a_warning():
+    model = build()
+    method, optimizer = L2(model, lam=10), adam(model)
+    learn(method, optimizer, 0, end=False)
+    for objects in (method, (model, optimizer, method)):
+        copied = copy.deepcopy(objects)
+        copied = copied[2] if isinstance(copied, tuple) else copied
+        copied.end_epoch()
+        copied.end_task(blobs(0))
 
 
 @pytest.mark.parametrize("cls", ALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import threading
 from dataclasses import replace
 
@@ -147,6 +148,26 @@ def test_a_copy_of_a_model_has_masks_of_its_own():
         for parameter in model.parameters():
             parameter.zero_()
     assert all(torch.equal(was, logits(twin, x, task)) for was, task in zip(expected, method.tasks, strict=True))
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+@pytest.mark.parametrize("what", ["model", "model first", "method first"])
+def test_a_pickled_model_runs_every_task_as_the_original(what, under_way):
+    method, model, optimizer = fresh()
+    learn(method, optimizer, 0)
+    learn(method, optimizer, 1, end=not under_way)
+    objects = {"model": [model], "model first": [model, method], "method first": [method, model]}[what]
+    twin = pickle.loads(pickle.dumps(objects))[objects.index(model)]
+    x = torch.randn(8, 16)
+    assert all(torch.equal(logits(model, x, task), logits(twin, x, task)) for task in method.tasks)
+
+
+def test_a_pickled_method_can_be_closed():
+    method, _, optimizer = fresh()
+    learn(method, optimizer, 0)
+    other = pickle.loads(pickle.dumps(method))
+    other.close()
+    assert not any("forward" in vars(module) for module in other.model.modules())
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -110,6 +110,11 @@ class WSNPlan(FixedWeightsPlan):
                 for group in optimizer.param_groups:
                     remove_parameter(group, scores)
         self.scores = {}
+
+    def reconnect_copy(self) -> None:
+        super().reconnect_copy()
+        for name, scores in self.scores.items():  # copied one by one, they no longer share memory
+            self.method.knowledge.scores[name] = scores.detach()
 
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         self.scores_had_gradient |= any(scores.grad is not None for scores in self.scores.values())
@@ -341,6 +346,15 @@ class MaskedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.method.run_masked(self.module, self.__wrapped__, args, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied: not the module's own `forward`, which pickle would look up by name and find this stand-in."""
+        return {name: value for name, value in vars(self).items() if self._was_replaced or name != "__wrapped__"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        if not self._was_replaced:
+            self.__wrapped__ = MethodType(type(self.module).forward, self.module)
 
     def close(self) -> None:
         self._handle.remove()

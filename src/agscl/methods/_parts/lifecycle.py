@@ -169,7 +169,9 @@ class Method:
 
     def end_epoch(self) -> None:
         """Tell the method that an epoch is over."""
-        self._require_plan("end_epoch").end_epoch()
+        plan = self._require_plan("end_epoch")
+        self._warn_of_lost_copy(plan, epochs=1)
+        plan.end_epoch()
 
     def clear_moments(self, when: Tensor | None = None) -> None:
         """Reset the moments that the method itself holds, where `when` is true (default: always).
@@ -191,6 +193,7 @@ class Method:
                 "The optimizer given to begin_task never stepped in this task, so the method could not act. "
                 "Is another optimizer object doing the steps? Give that one to begin_task.",
             )
+        self._warn_of_lost_copy(plan, epochs=0)
         self.check_weights_finite()
         checked = Batches(batches)
         with self._recompiling_if_hooks_change():
@@ -304,6 +307,11 @@ class Method:
         if self.plan is not None:
             self.plan.detach()
             self.plan = None
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        if self.plan is not None and vars(self.plan) and self.plan.method is self:
+            self.plan.reconnect_copy()
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in asdict(self.config).items())
@@ -517,6 +525,15 @@ class Method:
                 f"The model learned {', '.join(others)} with another method object; this one does not protect what "
                 "was learned there. Make the method once, before the loop over tasks, or load its state; if this is "
                 "meant, call close() of the other one first.",
+            )
+
+    def _warn_of_lost_copy(self, plan: plans.Plan, *, epochs: int) -> None:
+        if plan.find_lost_copy(epochs=epochs):
+            self.warn_once(
+                "copy",
+                f"The method was copied or unpickled within task {plan.task!r}, and the optimizer copied with it has "
+                "not stepped since, so the method does not act. Copy all in one go, copy.deepcopy((model, optimizer, "
+                "method)), and train with these; or load method.state_dict() with load_state_dict(state, optimizer).",
             )
 
     def _digest_head(self, task: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from agscl.methods._parts.lifecycle import Method
 
 __all__ = ["Plan", "remove_parameter"]
+
+
+@dataclass
+class SinceCopy:
+    """What a plan had counted when it was copied, and the epochs that have ended since."""
+
+    steps: int
+    writes: int
+    epochs: int = 0
 
 
 class Plan:
@@ -47,6 +57,7 @@ class Plan:
         self._trainable_before: list[nn.Parameter] = []  # those of them that will require gradients again
         self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
         self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
+        self._since_copy: SinceCopy | None = None  # of a copy, until its optimizer steps
 
     # The life of a plan ----------------------------------------------------------------------------------------------
 
@@ -86,6 +97,35 @@ class Plan:
             remove_parameter(group, parameter)
         if self._added_parameters:
             self.restart_lbfgs()
+
+    def reconnect_copy(self) -> None:
+        """Hook the optimizers copied with this plan: torch copies no hooks.
+
+        Runs once the method, too, is whole; where one refers to the other, either may be copied first.
+        """
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "param_groups"):  # else it refers to the method, and is not whole yet
+                StepHooks.attach(optimizer, self)
+        self._since_copy = SinceCopy(self.steps, self._count_writes())
+
+    def find_lost_copy(self, *, epochs: int) -> bool:
+        """Whether this is a copy whose optimizers do not step though training goes on; `epochs` have ended now."""
+        since = self._since_copy
+        if since is None or self.steps > since.steps:
+            self._since_copy = None
+            return False
+        since.epochs += epochs
+        return since.epochs > 1 or self._count_writes() != since.writes  # one may have been all but over
+
+    def _count_writes(self) -> int:
+        """Writes to what the optimizers hold, by whomever, as torch counts them."""
+        groups = [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+        return sum(p._version for group in groups for p in group["params"])
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        if getattr(self.method, "plan", None) is self:
+            self.reconnect_copy()
 
     def _add_head_to_optimizer(
         self, groups: Sequence[dict[str, Any]], trained: Set[int], names: Mapping[int, str]
