@@ -122,6 +122,11 @@ class MultiHead(nn.Module):
     def run_head(self, head: nn.Module, features: Tensor) -> Any:
         """The output of a head, or of one part of a dict head, for the trunk's features."""
         if isinstance(head, nn.Linear):
+            if not hasattr(features, "flatten"):
+                raise TypeError(
+                    f"A linear head reads one tensor of features; the trunk returned {describe_value(features)}. Give "
+                    "MultiHead a trunk that returns the features alone, or add_head a module that takes all of it."
+                )
             features = features.flatten(1)
             self.features = features.shape[1]
         return head(features)
@@ -188,6 +193,11 @@ class Heads:
         if isinstance(container, nn.ModuleDict):
             if task not in container:
                 known = ", ".join(container) or "none"
+                if task in tasks[:-1]:  # its head was there
+                    raise ValueError(
+                        f"Task {task!r} was learned, and its head is gone: the heads of learned tasks must stay in the "
+                        f"model, since what was learned is checked against them. Put it back. Heads: {known}."
+                    )
                 raise ValueError(
                     f"Task {task!r} has no head: call model.add_head({task!r}, …) before begin_task. Heads: {known}."
                 )

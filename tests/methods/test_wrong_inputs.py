@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import agscl.methods._parts.batches as batches_module
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, WSN, LwF, MultiHead, PackNet, RWalk, Together
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, TRGP, WSN, LwF, MultiHead, PackNet, RWalk, Together
 from agscl.graph.nodes import NodeGraphError
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import SelfCheckWarning
@@ -522,3 +522,79 @@ def test_without_batchnorm_an_iterator_is_run_through_once_and_not_held(monkeypa
     method, _, optimizer = fresh()
     train(method, optimizer, 0, batches=Counted()())
     assert method.task is None
+
+
+@pytest.mark.parametrize("cls", [GPM, TRGP])
+def test_empty_batches_among_others_change_nothing_for_methods_with_bases(cls):
+    def learn(batches):
+        method, model, optimizer = fresh(cls)
+        model.add_head("a", 3)
+        model(batches[-1][0], "a")
+        method.begin_task("a", optimizer)
+        method.end_task(batches)
+        return method.knowledge.bases
+
+    empty = (torch.zeros(0, 16), torch.zeros(0, dtype=torch.long))
+    first, *others = blobs(0)
+    assert same(learn([empty, first, empty, *others]), learn([first, *others]))
+
+
+@pytest.mark.parametrize("gone", ["a", "b"])
+def test_a_head_deleted_after_its_task_is_said_to_be_needed(gone):
+    method, model, optimizer = fresh(AGSCL)
+    for task in ("a", "b"):
+        model.add_head(task, 3)
+        model(blobs(0)[0][0], task)
+        method.begin_task(task, optimizer, epochs=1)
+        method.end_task(blobs(0))
+    head = model.heads.pop(gone)
+    model.add_head("c", 3)
+    with pytest.raises(ValueError, match=f"Task '{gone}' was learned, and its head is gone: .* must stay"):
+        method.begin_task("c", optimizer, epochs=1)
+    model.heads[gone] = head
+    method.begin_task("c", optimizer, epochs=1)
+
+
+@pytest.mark.parametrize("fisher", ["estimated", "exact", "sampled"])
+def test_ewc_says_that_a_softmax_over_one_output_is_always_certain(fisher):
+    method, model, optimizer = fresh(EWC, fisher=fisher)
+    data = [(x, (y > 0).float()) for x, y in blobs(0)]
+    model.add_head("a", 1)
+    model(data[0][0], "a")
+    method.begin_task("a", optimizer)
+    with pytest.warns(SelfCheckWarning, match=r"'a' has one output.*always certain.*fisher='empirical'.*torch\.cat"):
+        method.end_task(data)
+
+
+def binary_loss(model, batch):
+    return F.binary_cross_entropy_with_logits(model(batch[0], "a")[:, 0], batch[1])
+
+
+def both_logits(model, batch):
+    output = model(batch[0], "a")
+    return torch.cat([0 * output, output], 1)
+
+
+@pytest.mark.parametrize(("fisher", "forward"), [("empirical", binary_loss), ("exact", both_logits)])
+def test_ewc_measures_one_output_in_the_two_ways_that_its_warning_names(fisher, forward):
+    method, model, optimizer = fresh(EWC, fisher=fisher)
+    data = [(x, (y > 0).float()) for x, y in blobs(0)]
+    model.add_head("a", 1)
+    model(data[0][0], "a")
+    method.begin_task("a", optimizer)
+    method.end_task(data, partial(forward, model))
+    assert any(bool(importance.any()) for importance in method.knowledge.importances.values())
+
+
+@pytest.mark.parametrize("cls", [AGSCL, HAT])
+def test_a_layer_frozen_when_the_graph_was_built_and_trained_later_is_refused(cls):
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(16, 16), *mlp()), features=32)
+    model.trunk[0].requires_grad_(False)
+    method, optimizer = make(cls, model), adam(model)
+    model.add_head("a", 3)
+    model.trunk[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"trunk\.0\.weight, .*frozen when the graph was built and trained now"):
+        method.begin_task("a", optimizer, epochs=1)
+    model.trunk[0].requires_grad_(False)
+    method.begin_task("a", optimizer, epochs=1)

@@ -114,10 +114,14 @@ class EWC(WeightMethod):
         fisher, default = self.config.fisher, forward == self._default_forward
 
         def compute_output(batch: Any) -> Any:
-            if not default:
-                return forward(batch)
             assert self.task is not None
-            return self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
+            if default:
+                output = self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, self.task)
+            else:
+                output = forward(batch)
+            if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1:
+                self._warn_of_one_output()
+            return output
 
         def exact_score(batch: Any) -> tuple[Tensor, Tensor]:
             log_probabilities = F.log_softmax(_require_logits(compute_output(batch), fisher), 1)[0]
@@ -155,6 +159,14 @@ class EWC(WeightMethod):
             fisher
         ]
         return measure_gradients(self.model, protected, batches, score, power=2)
+
+    def _warn_of_one_output(self) -> None:
+        self.warn_once(
+            "penalty",
+            f"Task {self.task!r} has one output, and a softmax over one output is always certain: its Fisher is 0, so "
+            "nothing protects the task. Use EWC(model, fisher='empirical') and give end_task a `forward` that returns "
+            "the loss; or give it one that returns logits of both classes, torch.cat([0 * output, output], 1).",
+        )
 
     def _add_draws(self, batches: Iterable[Any], compute_output: Forward) -> Iterator[tuple[Any, Tensor]]:
         """Yield (batch, draws): per sample a random sign for each class, or a number in [0, 1) to draw one class by."""

@@ -138,6 +138,7 @@ class HATPlan(NodePlan):
         self._norms = NodeNormFreezer(self.graph, used_groups > 0)
 
     def start(self) -> None:
+        self.refuse_unfrozen()
         free = self.method.knowledge.used < 0.5
         layers = self.graph.layers.items()
         if full := [name for name, layer in layers if not bool(free[layer.groups.to(free.device)].any())]:

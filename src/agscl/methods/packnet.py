@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
-from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
-from agscl.methods._parts.knowledge import Knowledge
+from agscl.methods._parts.frozen_parts import FixedWeightsKnowledge, FixedWeightsMethod, FixedWeightsPlan
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
 from agscl.methods._parts.memory import Memory, Outline
@@ -50,7 +49,7 @@ class PackNetConfig(Settings):
 
 
 @dataclass
-class PackNetKnowledge(Knowledge):
+class PackNetKnowledge(FixedWeightsKnowledge):
     """What PackNet keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {"owner": "masks"}
@@ -146,7 +145,7 @@ class PackNetPlan(FixedWeightsPlan):
         self.version += 1
 
 
-class PackNet(FrozenPartsMethod):
+class PackNet(FixedWeightsMethod):
     """Every weight belongs to one task, and a task is seen through its own weights and those of earlier tasks.
 
     >>> method = PackNet(model, share=0.5, prune_at=2 / 3)

@@ -20,9 +20,11 @@ from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.penalties import Tensors, find_protected
+from agscl.methods._parts.recorded_outputs import concat_tensors
 from agscl.methods._parts.sample_gradients import Score, as_one_value, measure_gradients
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
+from agscl.system.describe import describe_value
 
 __all__ = ["SPG", "SPGConfig"]
 
@@ -170,8 +172,12 @@ class SPG(FrozenPartsMethod):
 
         def score(batch: Any) -> tuple[Tensor, Tensor]:
             output = self.call_model(batch[0] if isinstance(batch, tuple | list) else batch, task)
-            parts = list(output.values()) if isinstance(output, dict) else [output]
-            return as_one_value(torch.cat([part.flatten(1) for part in parts], 1).sum(1))
+            if (values := concat_tensors(output)) is None:
+                raise ValueError(
+                    f"SPG needs the outputs of the head of task {task!r}; the model returned {describe_value(output)}, "
+                    "which holds no tensor. Let the model return a tensor, or a tuple, list or dict of tensors."
+                )
+            return as_one_value(values.sum(1))
 
         return score
 

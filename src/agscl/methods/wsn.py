@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
-from agscl.methods._parts.knowledge import Knowledge
+from agscl.methods._parts.frozen_parts import FixedWeightsKnowledge, FixedWeightsMethod, FixedWeightsPlan
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.plan import remove_parameter
@@ -48,7 +47,7 @@ class WSNConfig(Settings):
 
 
 @dataclass
-class WSNKnowledge(Knowledge):
+class WSNKnowledge(FixedWeightsKnowledge):
     """What WSN keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {"masks": "masks", "scores": "scores"}
@@ -137,7 +136,7 @@ class WSNPlan(FixedWeightsPlan):
         return dict(zip(self.scores, (used for _, used, _ in self._fixed), strict=False))
 
 
-class WSN(FrozenPartsMethod):
+class WSN(FixedWeightsMethod):
     """Every task uses the weights with the largest scores, and trains those of them that no earlier task uses.
 
     >>> method = WSN(model, c=0.5)

@@ -25,11 +25,7 @@ _USE_BUDGET = "A budget needs no tuning: AGSCL(model, example_input)"
 def check_before_task(plan: AGSCLPlan) -> None:
     """Refuse weights that nothing protects; warn about what is never trained and about a penalty that is 0."""
     method, free = plan.method, plan.free_rows
-    if unfrozen := plan.graph.find_unfrozen():
-        raise RuntimeError(
-            f"{', '.join(unfrozen[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
-            "Freeze it again, or build a new method on the model."
-        )
+    plan.refuse_unfrozen()
     refuse_frozen_by_hand(method)
     _check_unchanged(plan)
     if untrained := plan.schedule.rates.untrained:

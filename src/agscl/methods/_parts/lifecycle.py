@@ -28,7 +28,7 @@ from agscl.methods._parts import plan as plans
 from agscl.methods._parts.batches import Batches, explain_batch_errors
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
-from agscl.methods._parts.recorded_outputs import compare_outputs, record_outputs
+from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.system.describe import describe_value
 
@@ -148,8 +148,9 @@ class Method:
                 raise ValueError(f"begin_task: {need} must be a whole number of at least 1, not {count!r}.")
         _refuse_sharded(_list_modules(self.model))  # it may be since the method was made
         self._check_optimizers(optimizers)
+        for named in [*self.tasks[-1:], task]:
+            self.heads.get_head(named, [*self.tasks, task])  # an error here leaves everything as it was
         self._warn_of_unprotected()
-        self.heads.get_head(task, [*self.tasks, task])  # an error here leaves everything as it was
         self.heads.initialise_head(task)
         self.tasks.append(task)
         try:
@@ -366,7 +367,7 @@ class Method:
         if not self.tasks:
             raise RuntimeError("No task has been learned yet, so there is nothing to certify.")
         claims = self._certified_claims()
-        stored, changed, unrecorded = self._compute_outputs(probe)
+        stored, changed, unrecorded, without_tensor = self._compute_outputs(probe)
         names = {task: self.heads.tensor_names(task, self.tasks) for task in self.tasks}
         tensors = self.model.state_dict()
         if self.heads.is_shared:
@@ -375,6 +376,9 @@ class Method:
         if unrecorded and claims["kind"] == "guaranteed":
             tasks = ", ".join(unrecorded)
             claims["notes"] = [*claims["notes"], f"outputs of {tasks} were not compared: recorded elsewhere, or never"]
+        if without_tensor:
+            note = f"outputs of {', '.join(without_tensor)} were not compared: the model returns no tensor there"
+            claims["notes"] = [*claims.get("notes", []), note]
         if changed or claims.get("uncovered"):
             claims["kind"] = "held"
         digests = self.knowledge.head_digests
@@ -404,10 +408,11 @@ class Method:
                 return
             record_outputs(self.knowledge.output_digests, inputs, self.model, outputs)
 
-    def _compute_outputs(self, probe: Tensor | None) -> tuple[ProbeOutputs | None, list[str], list[str]]:
-        """Outputs on the probe; tasks whose outputs are not the recorded ones; tasks without a record."""
+    def _compute_outputs(self, probe: Tensor | None) -> tuple[ProbeOutputs | None, list[str], list[str], list[str]]:
+        """Outputs on the probe; tasks whose outputs are not the recorded ones; tasks without a record; tasks for which
+        the model returns no tensor."""
         inputs, seed = self._default_probe()
-        stored, changed, unrecorded = None, [], []
+        stored, changed, unrecorded, without_tensor = None, [], [], []
         for x, number in ((inputs, seed), (probe, None)):
             if x is not None:
                 try:
@@ -419,21 +424,26 @@ class Method:
                         f"certificate(probe): the model cannot run on {describe_value(x)}. Give a batch of inputs as "
                         "the model takes them."
                     ) from error
-                if isinstance(x, Tensor):
+                without_tensor = [task for task in self.tasks if task not in outputs]
+                if isinstance(x, Tensor) and outputs:
                     stored = ProbeOutputs.from_outputs(x, outputs, number, self.model)
                 more, missing = compare_outputs(self.knowledge.output_digests, x, self.model, outputs)
                 changed += more
                 unrecorded += missing if x is inputs else []
-        return stored, [task for task in self.tasks if task in changed], unrecorded
+        return stored, [task for task in self.tasks if task in changed], unrecorded, without_tensor
 
     def head_outputs(self, x: Any, tasks: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """The output on `x` of the heads of `tasks`, by default all learned; a dict head's parts are concatenated."""
+        """The output on `x` of the heads of `tasks`, by default all learned, as one tensor each.
+
+        The tensors of a dict, a tuple or a nested output are concatenated; a task whose output has none is left out.
+        """
         tasks = self.tasks if tasks is None else tasks
         with preserve_model_state(self.model):
             outputs = self.heads.run_on_features(x, tasks)
             if outputs is None:
                 outputs = {task: self._view_output(x, task) for task in tasks}
-        return {task: _concat_parts(output) for task, output in outputs.items()}
+        tensors = {task: concat_tensors(output) for task, output in outputs.items()}
+        return {task: tensor for task, tensor in tensors.items() if tensor is not None}
 
     def _view_output(self, x: Any, task: str) -> Any:
         with self.viewing(task):
@@ -610,11 +620,6 @@ class Method:
 def _hold_any(groups: Sequence[Sequence[nn.Parameter]], parameters: Iterable[nn.Parameter]) -> bool:
     ids = {id(p) for p in parameters}
     return any(id(p) in ids for group in groups for p in group)
-
-
-def _concat_parts(output: Any) -> Tensor:
-    parts = output.values() if isinstance(output, dict) else [output]
-    return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

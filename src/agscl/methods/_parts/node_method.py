@@ -37,6 +37,14 @@ class NodePlan(Plan):
             inside = {id(p): p for name in graph.exclude for p in graph.model.get_submodule(name).parameters()}
             self.freeze(inside.values())
 
+    def refuse_unfrozen(self) -> None:
+        """Raise where weights are trained that the graph does not know, since they were frozen when it was built."""
+        if unfrozen := self.graph.find_unfrozen():
+            raise RuntimeError(
+                f"{', '.join(unfrozen[:3])}: frozen when the graph was built and trained now, so nothing protects it. "
+                "Freeze it again, or build a new method on the model."
+            )
+
 
 class NodeMethod(Method):
     """A method that knows the model's nodes.

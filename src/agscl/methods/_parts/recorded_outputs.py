@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from agscl.certificate import ProbeOutputs, digest_tensors
 from agscl.heads import MultiHead
 
-__all__ = ["compare_outputs", "record_outputs"]
+__all__ = ["compare_outputs", "concat_tensors", "record_outputs"]
 
 MAX_PROBES = 4  # probes, or environments, whose outputs are remembered; the oldest are dropped
 
@@ -50,6 +50,17 @@ def compare_outputs(
     if missing:
         record_outputs(records, inputs, model, {task: outputs[task] for task in missing})
     return changed, missing
+
+
+def concat_tensors(output: Any) -> Tensor | None:
+    """The tensors of an output, which may be nested, as one: (samples, values), or (1, values) where their lengths
+    differ. None where there are none."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return None
+    lengths = {tensor.shape[:1] for tensor in tensors}
+    rows = len(tensors[0]) if len(lengths) == 1 and tensors[0].dim() else 1
+    return torch.cat([tensor.reshape(rows, tensor.numel() // max(1, rows)) for tensor in tensors], 1)
 
 
 def _digest(output: Tensor) -> str:

@@ -246,8 +246,10 @@ def sample_rows(batches: Iterable[Any], count: int, generator: torch.Generator) 
     sample: Any = None
     keys = torch.empty(0)
     for batch in batches:
-        size = next((len(leaf) for leaf in tree_flatten(batch)[0] if _has_rows(leaf)), 0)
-        if not size:
+        size = next((len(leaf) for leaf in tree_flatten(batch)[0] if _has_rows(leaf)), None)
+        if size == 0:
+            continue
+        if size is None:
             raise TypeError(f"Batches with a tensor of samples are needed; got a {type(batch).__name__} without one.")
         keys = torch.cat([keys, torch.rand(size, generator=generator)])
         sample = batch if sample is None else _concat_rows(sample, batch)
