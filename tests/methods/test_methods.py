@@ -80,6 +80,16 @@ def test_a_head_that_joins_a_group_with_a_lower_rate_than_another_is_warned_abou
         FineTune(own).begin_task("t0", optimizer)
 
 
+def test_a_head_joins_a_group_without_a_rate_of_its_own():
+    model = MultiHead(mlp())
+    model.add_head("t0", 3)
+    optimizer = torch.optim.Adam([{"params": model.trunk[0].parameters()}, {"params": model.trunk[2].parameters()}])
+    for group in optimizer.param_groups:
+        group["lr"] = None  # as in optimizers that find their own
+    FineTune(model).begin_task("t0", optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == 4
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -98,7 +98,7 @@ def run(
     from agscl.training.ranks import join_ranks
 
     if find_torchrun_rank():
-        return _follow()
+        return _follow_first_rank()
     check_checkpoint_every(checkpoint_every)
     check_at_least_one("--threads", threads)
     log = (*log, "tensorboard") if tensorboard else log
@@ -228,7 +228,7 @@ def _make_resume_command(folder: Path, runs: Path, processes: int) -> str:
     return shlex.join(words if runs == Path("runs") else [*words, "--runs", str(runs)])
 
 
-def _follow() -> int:
+def _follow_first_rank() -> int:
     """What all processes but the first do, where `torchrun` started several."""
     from agscl.experiments.run import Interrupted, follow_run
     from agscl.training import TrainingFailed

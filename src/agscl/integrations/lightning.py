@@ -120,14 +120,14 @@ class LightningCallback(Callback):
 @contextmanager
 def _on_device(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """Within the block the model is on its device; at the end of a fit Lightning has moved it to the CPU."""
-    _move(trainer, pl_module, trainer.strategy.root_device)
+    _move_model(trainer, pl_module, trainer.strategy.root_device)
     try:
         yield
     finally:
-        _move(trainer, pl_module, torch.device("cpu"))
+        _move_model(trainer, pl_module, torch.device("cpu"))
 
 
-def _move(trainer: Trainer, pl_module: LightningModule, device: torch.device) -> None:
+def _move_model(trainer: Trainer, pl_module: LightningModule, device: torch.device) -> None:
     if any(parameter.device != device for parameter in pl_module.parameters()):
         pl_module.to(device)
         for optimizer in trainer.optimizers:

@@ -145,7 +145,9 @@ class Plan:
         self, head: nn.Module, target: dict[str, Any], groups: Sequence[dict[str, Any]], trained: Set[int]
     ) -> None:
         """Warn where the group that a first head joins has a lower rate than another group."""
-        rate, highest = (float(max(group["lr"] for group in some)) for some in ([target], groups))
+        if any(group.get("lr") is None for group in groups):  # the optimizer finds its own
+            return
+        rate, highest = float(target["lr"]), max(float(group["lr"]) for group in groups)
         is_first = len(self.method.tasks) == 1 and any(id(p) not in trained for p in head.parameters())
         if is_first and rate < highest:
             self.method.warn_once(
