@@ -2,6 +2,6 @@
 
 import sys
 
-from agscl.cli.main import main
+from agscl.cli.main import start
 
-sys.exit(main())
+sys.exit(start())

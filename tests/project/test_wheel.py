@@ -90,7 +90,7 @@ def test_the_metadata_names_version_licence_requirements_and_links(dist):
     assert required == set(tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["dependencies"])
     links = {line.split(",")[0] for line in metadata.get_all("Project-URL")}
     assert links == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
-    assert "agscl = agscl.cli.main:main" in commands
+    assert "agscl = agscl.cli.main:start" in commands
 
 
 def test_the_loop_of_the_readme_needs_no_optional_package():

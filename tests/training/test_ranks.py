@@ -117,6 +117,25 @@ def test_compiled_steps_are_refused_where_several_processes_train(monkeypatch):
             make_trainer(FineTune, TrainingConfig(**changes))
 
 
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_under_torchrun_a_process_exits_with_its_code_and_without_pythons_clean_up(torchrun):
+    """In the clean-up a thread of gloo that is still busy aborts the process, though its run is complete."""
+    code = (
+        "import atexit, os, sys\n"
+        "from agscl.cli.main import start\n"
+        "leave = os._exit\n"
+        "os._exit = lambda code: (print('exits at once', flush=True), leave(code))\n"
+        "sys.argv = ['agscl', 'run', '--wrong']\n"
+        "code = start()\n"
+        "atexit.register(print, 'last words')\n"
+        "sys.exit(code)\n"
+    )
+    environment = {**os.environ, **({"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"} if torchrun else {})}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout.splitlines() == ["last words", *(["exits at once"] if torchrun else [])]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_commands_other_than_run_are_refused_under_torchrun(monkeypatch, capsys, rank):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": str(rank)}.items():

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 130 stopped by a signal.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import io
 import os
@@ -13,12 +14,25 @@ import warnings
 
 from agscl.cli.errors import DONE, FAILED, STOPPED, WRONG_USE, UsageError
 from agscl.cli.signals import record_interrupts
+from agscl.system.process import exit_at_once, find_torchrun_rank
 
 NEEDED = ("tyro", "rich", "safetensors", "sklearn")
 
 
+def start() -> int:
+    """The entry point of the command in a process of its own: `main`, and the way out of that process."""
+    code = FAILED
+    if find_torchrun_rank() is not None:  # registered first, this is called last
+        atexit.register(lambda: exit_at_once(code))
+    try:
+        code = main()
+    except SystemExit as done:  # of tyro: --help, or wrong arguments
+        code = int(done.code or 0)
+    return code
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """The entry point of the command."""
+    """Run the command with these arguments, or with those of the process."""
     missing = [name for name in NEEDED if not importlib.util.find_spec(name)]
     if missing:
         print(f"agscl: the command needs {', '.join(missing)}: pip install 'agscl[cli]'", file=sys.stderr)
@@ -53,7 +67,7 @@ def run_command(arguments: list[str]) -> int:
     from agscl.cli.search import search
     from agscl.cli.study import study
     from agscl.cli.verify import verify
-    from agscl.system.process import find_torchrun_rank, skip_gc_at_exit, tune_malloc
+    from agscl.system.process import skip_gc_at_exit, tune_malloc
 
     skip_gc_at_exit()
     tune_malloc()

@@ -76,9 +76,10 @@ class TransformersCallback(TrainerCallback):
         self._end_epochs(self._epochs_ended + 1)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        if state.is_world_process_zero:
+        folder = find_checkpoint(args, state)
+        if state.is_world_process_zero and folder.exists():  # with save_total_limit it may be deleted by now
             saved = {"task": self.task, "epochs_ended": self._epochs_ended, "method": self.method.state_dict()}
-            torch.save(saved, find_checkpoint(args, state) / FILE)
+            torch.save(saved, folder / FILE)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         self._end_epochs(int((state.epoch or 0.0) + 1e-3))

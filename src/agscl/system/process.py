@@ -1,4 +1,4 @@
-"""Settings of the whole process: Python's garbage collector and the C memory allocator."""
+"""The whole process: Python's garbage collector, the C memory allocator, its rank and its exit."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def find_torchrun_rank() -> int | None:
 def skip_gc_at_exit() -> None:
     """Skip the garbage collections of Python's shutdown, which take seconds over all that torch imported."""
     atexit.register(gc.freeze)
+
+
+def exit_at_once(code: int) -> None:
+    """Exit without Python's clean-up: a thread of gloo that is still busy then would abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def tune_malloc() -> None:
