@@ -119,15 +119,14 @@ class FlatRows(Rows):
 
     @torch.no_grad()
     def scatter_(self, rows: Sequence[Tensor]) -> None:
-        self._replace_(rows[0])
+        self._write_(self._concat(self.parameters).index_copy_(0, self._positions, rows[0]))
 
     @torch.no_grad()
     def zero_(self) -> None:
-        self._replace_(0.0)
+        self._write_(self._concat(self.parameters).index_fill_(0, self._positions, 0.0))
 
-    def _replace_(self, numbers: Tensor | float) -> None:
-        flat = self._concat(self.parameters)
-        flat[self._positions] = numbers
+    def _write_(self, flat: Tensor) -> None:
+        """Write whole parameters, concatenated, back into those that are trained."""
         trained = [parameter.requires_grad for parameter in self.parameters]
         targets = list(itertools.compress(self._in_memory_order(self.parameters), trained))
         if targets:
