@@ -65,10 +65,10 @@ def test_greedy_play_of_gymnasium_is_the_first_episode_of_an_evaluation():
     assert recording.score == len(recording.pictures)
     assert recording.steps_per_second == 50
     assert len(set(recording.pictures[0].convert("L").tobytes())) > 1
-    seen, choose = [], trainer.choose_greedily
-    trainer.choose_greedily = lambda task, rows: seen.append(rows) or choose(task, rows)
+    seen, choose = [], trainer._most_probable
+    trainer._most_probable = lambda task, rows: seen.append(rows.clone()) or choose(task, rows)
     trainer.record_play(0, limit=1)
-    trainer.evaluate(0, derive_seed(trainer.seed, EVALUATE, 0))
+    trainer.evaluate({0: derive_seed(trainer.seed, EVALUATE, 0)})
     assert np.array_equal(seen[0][0], seen[1][0])
 
 

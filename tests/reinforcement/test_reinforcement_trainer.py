@@ -33,7 +33,7 @@ def test_a_run_stopped_after_any_unit_ends_with_the_same_bits(method):
     while whole.advance():
         states.append(flatten_state(whole.state_dict()))
     expected = finish(whole)
-    assert len(states) == 2 * (1 + 4) + 2 * 1 + 2 * 2
+    assert len(states) == 2 * (1 + 4 + 2)  # per task: its begin, four iterations, two evaluations
     for plain, tensors in states[:-1]:
         torch.manual_seed(123)  # whatever the global generator was
         resumed = make_control(method, seed=0)
@@ -79,7 +79,15 @@ def test_an_evaluation_plays_one_complete_episode_in_each_environment():
         head.weight.zero_()
         head.bias.copy_(torch.tensor([1.0, 0.0]))  # always the first action, which is right on even steps
     # Environment i starts with step i of 5: of its steps, 3, 2, 2, 1 and 1 are even.
-    assert trainer.evaluate(0, seed=0) == pytest.approx((3 + 2 + 2 + 1 + 1) / 5)
+    assert trainer.evaluate({0: 0}) == pytest.approx([(3 + 2 + 2 + 1 + 1) / 5])
+
+
+def test_tasks_evaluated_side_by_side_have_the_scores_they_have_alone():
+    trainer = make_control(FineTune)
+    learn_task(trainer, tasks=2)
+    together = trainer.evaluate({0: 5, 1: 6})
+    assert together == [*trainer.evaluate({0: 5}), *trainer.evaluate({1: 6})]
+    assert len(set(together)) == 2
 
 
 def test_an_evaluation_changes_nothing():
@@ -87,7 +95,7 @@ def test_an_evaluation_changes_nothing():
     for _ in range(3):
         trainer.advance()
     before, generator = trainer.state_dict(), torch.get_rng_state()
-    trainer.evaluate(0, seed=1)
+    trainer.evaluate({0: 1})
     after = trainer.state_dict()
     assert torch.equal(generator, torch.get_rng_state())
     assert torch.equal(before["environments"][0]["actions"], after["environments"][0]["actions"])

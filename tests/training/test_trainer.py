@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from agscl import PackNet
+from agscl import AGSCL, PackNet
 from agscl.experiments.methods import METHODS
 from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
@@ -168,6 +168,31 @@ def test_weights_from_before_packnet_pruned_are_never_gone_back_to(engine):
     assert pruned is not None
     assert 1 < pruned < 6
     assert torch.equal(trainer.model.trunk[0].weight, weights[pruned])
+
+
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+@pytest.mark.parametrize("kind", [PackNet, lambda model: AGSCL(model, TASKS[0].train_x)], ids=["PackNet", "AGSCL"])
+def test_after_a_pruning_the_rate_is_that_of_a_new_task_and_moments_start_over(kind, engine):
+    class Rising(Trainer):
+        def validation_loss(self):
+            return torch.tensor(float(self.epoch), dtype=torch.float64)  # the rate drops as often as it may
+
+    made = make_trainer(kind, replace(QUICK, engine=engine, epochs=24, patience=2), tasks=TASKS[:1])
+    events = []
+    trainer = Rising(made.model, made.method, made.tasks, made.config, seed=0, emit=events.append)
+    versions, steps = [], []
+    while trainer.advance() and trainer.optimizer is not None:
+        if trainer.step == 0 and trainer.epoch:
+            versions.append(trainer.method.plan_version)
+            steps.append(max((float(state["step"]) for state in trainer.optimizer.state.values()), default=0.0))
+    rates = [event["lr"] for event in events if event["event"] == "epoch"]
+    prunings = [epoch for epoch in range(1, 24) if versions[epoch] != versions[epoch - 1]]
+    assert len(prunings) == (1 if kind is PackNet else 4)
+    for epoch in prunings:
+        assert rates[epoch + 1] == pytest.approx(QUICK.lr)
+        assert steps[epoch] == 0
+    assert min(rates[: prunings[0] + 1]) < QUICK.lr
+    assert min(rates[prunings[-1] + 1 :]) < QUICK.lr
 
 
 def test_pictures_as_bytes_are_normalised_on_the_device_and_laid_out_as_asked():

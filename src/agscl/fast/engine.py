@@ -175,11 +175,14 @@ class GraphEngine(Engine):
             self._run("end", partial(self._end_epoch, state, call_method=True), may_capture=captured)
             return
         trainer.method.end_epoch()
-        if trainer.note_plan_version():
+        pruned = trainer.note_plan_version()
+        if pruned:
             self.runner.release()
-            state.best_loss.fill_(math.inf)  # e.g. pruned: weights of earlier epochs cannot be restored any more
+            state.best_loss.fill_(math.inf)  # weights of earlier epochs cannot be restored any more
             state.stalled_epochs.zero_()
         self._run("end", partial(self._end_epoch, state, call_method=False))
+        if pruned and trainer.config.patience is not None:
+            self.restart_rate()
 
     def _run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
         """Run, capture or replay the work; repeat all warm-ups if the trunk changed its compiler meanwhile."""
@@ -260,6 +263,15 @@ class GraphEngine(Engine):
         """Where `condition` () is true, divide the rate and clear the moments of the optimizer and of the method."""
         assert self.trainer.optimizer is not None
         self._rate.copy_(torch.where(condition, self._rate / self.trainer.config.factor, self._rate))
+        self._clear_moments(condition)
+
+    def restart_rate(self) -> None:
+        """Go back to the rate a task starts with: after a pruning, what stays must make up for what went."""
+        self._rate.fill_(self.trainer.config.lr)
+        self._clear_moments(torch.ones((), dtype=torch.bool, device=self.trainer.device))
+
+    def _clear_moments(self, condition: Tensor) -> None:
+        assert self.trainer.optimizer is not None
         values = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
         zero_where_([value for value in values if isinstance(value, Tensor)], condition)
         self.trainer.method.clear_moments(condition)

@@ -281,7 +281,7 @@ class PPO:
 
     def _end_epoch(self) -> None:
         method = self.method
-        if method.end_epoch_capturable:
+        if method.end_epoch_capturable and "end_epoch" in method.needs:  # of others nothing is launched there
             # Not before a step is captured: methods hand tensors of the last captured step to the end of the epoch.
             self.runner.run("end of epoch", method.end_epoch, may_capture="step" in self.runner.graphs)
             return

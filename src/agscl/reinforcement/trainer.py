@@ -3,7 +3,7 @@
 for each task:                  a new head, a new Adam, new environments, method.begin_task
     for each iteration:         PPO.play, PPO.update (in it, method.end_epoch after each pass over the samples)
     after the last of them:     method.end_task on the last iteration's samples
-    30 times, the last at the end:  an evaluation on all tasks learned so far, one after the other
+    30 times, the last at the end:  an evaluation on all tasks learned so far, side by side
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -79,8 +79,8 @@ class ReinforcementTrainer:
         # The position, and what was measured so far.
         self.task_index = 0
         self.iteration = 0  # iterations of the task under way that are done
-        self.pending: list[float] | None = None  # an evaluation under way: the scores of the first tasks
-        self.layers: list[dict[str, Any]] = []  # what it found in the network's layers
+        self.evaluation_due = False
+        self.layers: list[dict[str, Any]] = []  # what that evaluation is to report of the network's layers
         self.scores: list[list[float]] = []  # [i][j]: on task j after learning task i
         self.evaluations: list[dict[str, Any]] = []  # all of them: task, steps of it, scores, and relative ones
         self.losses: list[list[float]] = []
@@ -108,10 +108,10 @@ class ReinforcementTrainer:
                 self.emit({"event": "environments restarted", "task": self.task_index, "iteration": self.iteration})
             if self.optimizer is None:
                 self._begin_task()
-            elif self.pending is None:
-                self._iterate()
+            elif self.evaluation_due:
+                self._evaluate()
             else:
-                self._evaluate_next()
+                self._iterate()
         return True
 
     def _begin_task(self) -> None:
@@ -156,7 +156,7 @@ class ReinforcementTrainer:
             }
         )
         if config.is_evaluated(self.iteration):
-            self.pending, self.layers = [], self.ppo.measure_layers()
+            self.evaluation_due, self.layers = True, self.ppo.measure_layers()
         if self.iteration == config.iterations:
             self._end_learning()
 
@@ -170,15 +170,12 @@ class ReinforcementTrainer:
             lane.environments.close()
         self.ppo = None
 
-    def _evaluate_next(self) -> None:
-        """Evaluate the next task of the evaluation under way; after the last of them, record it."""
-        assert self.pending is not None
-        index = len(self.pending)
+    def _evaluate(self) -> None:
+        """Evaluate all tasks learned so far, and record it."""
+        learned = range(self.task_index + 1)
         # The same episodes each time: a policy that is unchanged has the same score.
-        self.pending.append(self.evaluate(index, derive_seed(self.seed, EVALUATE, index)))
-        if index < self.task_index:
-            return
-        scores, self.pending = self.pending, None
+        scores = self.evaluate({index: derive_seed(self.seed, EVALUATE, index) for index in learned})
+        self.evaluation_due = False
         steps = self.iteration * self.config.samples
         relative = [task.relative_score(score) for task, score in zip(self.tasks, scores, strict=False)]
         self.evaluations.append(
@@ -212,26 +209,31 @@ class ReinforcementTrainer:
         self.task_index += 1
         self.iteration = 0
 
-    def evaluate(self, index: int, seed: int) -> float:
-        """The mean score of complete episodes of a task, one in each environment, played greedily."""
-        task, count = self.tasks[index], self.config.evaluation_episodes
-        scores: dict[int, float] = {}
-        made = task.make(count, seed, training=False, limit=self.config.evaluation_limit)
-        with closing(made) as environments, self._evaluating():
-            observations = environments.reset()
-            while len(scores) < count:
-                transition = environments.step(self.choose_greedily(task, observations))
-                for environment, score in transition.scores:
-                    scores.setdefault(environment, score)  # further episodes of the same environment do not count
-                observations = transition.observations
-        return sum(scores.values()) / count
+    def evaluate(self, seeds: Mapping[int, int]) -> list[float]:
+        """Of each of these tasks, the mean score of complete episodes, one in each environment, played greedily.
+
+        The tasks are played side by side: while the environments of one are stepped, the network acts for the others.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self._evaluating())
+            games = []
+            for index, seed in seeds.items():
+                game = GreedyGame(self, self.tasks[index], seed)
+                stack.callback(game.close)
+                games.append(game)
+            while playing := [game for game in games if not game.is_over]:
+                for game in playing:
+                    game.advance()
+            return [game.score for game in games]
 
     @torch.no_grad()
     def choose_greedily(self, task: EnvironmentTask, observations: Array) -> Array:
         """The most probable action for each observation."""
-        x = self._to_memory_format(task.prepare(torch.from_numpy(observations).to(self.device)))
-        actions: Array = self.model(x, task.name)["actor"].argmax(1).cpu().numpy()
-        return actions
+        return self._most_probable(task, torch.from_numpy(observations).to(self.device)).cpu().numpy()
+
+    def _most_probable(self, task: EnvironmentTask, observations: Tensor) -> Tensor:
+        logits: Tensor = self.model(self._to_memory_format(task.prepare(observations)), task.name)["actor"]
+        return logits.argmax(1)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -351,7 +353,7 @@ class ReinforcementTrainer:
         state = {
             "task": self.task_index,
             "iteration": self.iteration,
-            "pending": self.pending,
+            "evaluation_due": self.evaluation_due,
             "layers": self.layers,
             "scores": self.scores,
             "accuracies": self.accuracies,
@@ -376,8 +378,8 @@ class ReinforcementTrainer:
         place_model(self.model, self.device, self.config)
         self.model.load_state_dict(state["model"])
         self.model.train()
-        self.task_index, self.iteration, self.pending = state["task"], state["iteration"], state["pending"]
-        self.layers = state["layers"]
+        self.task_index, self.iteration = state["task"], state["iteration"]
+        self.evaluation_due, self.layers = state["evaluation_due"], state["layers"]
         self.scores, self.evaluations, self.losses = state["scores"], state["evaluations"], state["losses"]
         self.statistics = state["statistics"]
         self.recent.extend(state["recent"])
@@ -394,6 +396,49 @@ class ReinforcementTrainer:
         torch.set_rng_state(state["random"])
         if "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+
+
+class GreedyGame:
+    """An episode in each environment of a task, played greedily: a step per `advance()`."""
+
+    def __init__(self, trainer: ReinforcementTrainer, task: EnvironmentTask, seed: int) -> None:
+        config = trainer.config
+        self.trainer, self.task, self.count = trainer, task, config.evaluation_episodes
+        self.environments = task.make(self.count, seed, training=False, limit=config.evaluation_limit)
+        self.scores: dict[int, float] = {}  # by environment
+        self.inputs = torch.from_numpy(self.environments.reset()).to(trainer.device)
+        self.actions = torch.zeros(self.count, dtype=torch.long, device=trainer.device)
+        self.runner = make_runner(trainer.device, lambda: None, captured=trainer._captures)
+        self._act()
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.scores) == self.count
+
+    @property
+    def score(self) -> float:
+        return sum(self.scores.values()) / self.count
+
+    def advance(self) -> None:
+        transition = self.environments.receive()
+        for environment, score in transition.scores:
+            self.scores.setdefault(environment, score)  # further episodes of the same environment do not count
+        if not self.is_over:
+            self.inputs.copy_(torch.from_numpy(transition.observations))
+            self._act()
+
+    @torch.no_grad()
+    def _act(self) -> None:
+        with self.runner.on_stream():
+            self.runner.run("act", self._choose)
+            self.environments.send(self.actions.cpu().numpy())
+
+    def _choose(self) -> None:
+        self.actions.copy_(self.trainer._most_probable(self.task, self.inputs))
+
+    def close(self) -> None:
+        self.runner.release()
+        self.environments.close()
 
 
 def _restore(environments: Environments, saved: dict[str, Any] | None) -> Array:

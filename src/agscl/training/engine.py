@@ -100,7 +100,8 @@ class PlainEngine(Engine):
     def _end_epoch(self) -> None:
         trainer, config = self.trainer, self.trainer.config
         trainer.method.end_epoch()
-        if trainer.note_plan_version():  # e.g. pruned: weights of earlier epochs cannot be restored any more
+        pruned = trainer.note_plan_version()
+        if pruned:  # weights of earlier epochs cannot be restored any more
             trainer.best_loss, trainer.stalled_epochs = math.inf, 0
         trainer.check_finite()
         loss, rate, valid_loss = trainer.loss_sum.item() / trainer.examples, self.optimizer.param_groups[0]["lr"], None
@@ -111,6 +112,8 @@ class PlainEngine(Engine):
         trainer.epoch, trainer.step = trainer.epoch + 1, 0
         trainer.loss_sum.zero_()
         self._batches = None
+        if pruned and config.patience is not None:
+            self.restart_rate()
         if trainer.epoch == config.drop_at:
             self._divide_rate()
 
@@ -129,9 +132,18 @@ class PlainEngine(Engine):
 
     def drop_rate(self) -> None:
         """Divide the learning rate, and clear the state of the optimizer and the moments of the method."""
+        self._clear_moments()
+        self._divide_rate()
+
+    def restart_rate(self) -> None:
+        """Go back to the rate a task starts with: after a pruning, what stays must make up for what went."""
+        self._clear_moments()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.trainer.config.lr
+
+    def _clear_moments(self) -> None:
         self.optimizer.state.clear()
         self.trainer.method.clear_moments()
-        self._divide_rate()
 
     def _divide_rate(self) -> None:
         for group in self.optimizer.param_groups:
