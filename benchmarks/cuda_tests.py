@@ -20,6 +20,7 @@ def main() -> None:
     arguments = parser.parse_args()
     words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--show-capture=no"]
     words += [f"tests/fast/test_{name}.py" for name in ("cuda", "split_adam", "conv3x3", "fused_layers")]
+    words += ["tests/reinforcement/test_ppo_cuda.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout[-10_000:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,16 @@ PAPER = PPOConfig(evaluations=1)
 Iterate = Callable[[], object]
 
 
-def make_ours(config: PPOConfig, task: EnvironmentTask, device: str, filters: int, method: str = "finetune") -> Iterate:
+class Ours(NamedTuple):
     """One iteration of ours per call."""
+
+    trainer: ReinforcementTrainer
+
+    def __call__(self) -> object:
+        return self.trainer.advance()
+
+
+def make_ours(config: PPOConfig, task: EnvironmentTask, device: str, filters: int, method: str = "finetune") -> Ours:
     torch.manual_seed(0)
     trunk = AtariTrunk(filters)
     model = MultiHead(trunk, features=trunk.features).to(device)
@@ -43,7 +51,7 @@ def make_ours(config: PPOConfig, task: EnvironmentTask, device: str, filters: in
     chosen = AGSCL(model, example) if method == "agscl" else FineTune(model)
     trainer = ReinforcementTrainer(model, chosen, [task], config, seed=0, device=device)
     trainer.advance()  # begins the task
-    return trainer.advance
+    return Ours(trainer)
 
 
 def make_stable_baselines(config: PPOConfig, task: EnvironmentTask, device: str, filters: int) -> Iterate:
@@ -124,8 +132,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     config = PAPER if arguments.paper else SMALL
+    on_gpu = arguments.device.startswith("cuda")
     if arguments.fast:
-        config = replace(config, precision="bf16", channels_last=True)
+        config = replace(config, precision="bf16", channels_last=True, compile=on_gpu)
     [task] = load_environments("atari", games=[arguments.game])
     common = (task, arguments.device, arguments.filters)
     makers: dict[str, Callable[[], Iterate]] = {
@@ -136,26 +145,36 @@ def main() -> None:
         makers["ours, channels last"] = lambda: make_ours(
             replace(config, channels_last=True), *common
         )  # as with --fast
-    if arguments.device.startswith("cuda"):
-        makers["ours, not captured"] = lambda: make_ours(replace(config, engine="plain"), *common)
+    if on_gpu:
+        if arguments.fast:
+            makers["ours, not compiled"] = lambda: make_ours(replace(config, compile=False), *common)
+        makers["ours, eager"] = lambda: make_ours(replace(config, engine="plain", compile=False), *common)
     if importlib.util.find_spec("stable_baselines3"):
         makers["Stable-Baselines3"] = lambda: make_stable_baselines(config, *common)
     contenders = {name: make() for name, make in makers.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    playing: dict[str, list[float]] = {name: [] for name, iterate in contenders.items() if isinstance(iterate, Ours)}
+
+    def clock(work: Iterate) -> tuple[float, float]:
+        synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+        synchronize()
+        wall, processor = time.perf_counter(), time.process_time()
+        work()
+        synchronize()
+        return time.perf_counter() - wall, time.process_time() - processor
+
     for number in range(arguments.rounds + 2):
         for name, iterate in contenders.items():
-            if arguments.device.startswith("cuda"):
-                torch.cuda.synchronize()
-            wall, processor = time.perf_counter(), time.process_time()
-            iterate()
-            if arguments.device.startswith("cuda"):
-                torch.cuda.synchronize()
+            taken = clock(iterate)
             if number >= 2:  # the first warm up, and capture
-                seconds[name].append((time.perf_counter() - wall, time.process_time() - processor))
+                seconds[name].append(taken)
+                if isinstance(iterate, Ours) and iterate.trainer.ppo is not None:
+                    playing[name].append(clock(iterate.trainer.ppo.play)[0])
     figures = {
         name: {
             "steps_per_second": summary([config.samples / wall for wall, _ in taken]),
             "steps_per_processor_second": summary([config.samples / processor for _, processor in taken]),
+            **({"seconds_of_play": summary(playing[name])} if playing.get(name) else {}),
         }
         for name, taken in seconds.items()
     }
@@ -173,7 +192,8 @@ def main() -> None:
     )
     for name, figure in figures.items():
         print(f"{name:20} {figure['steps_per_second']['median']:8.0f} steps/s", end="")
-        print(f" {figure['steps_per_processor_second']['median']:8.0f} per second of processor time")
+        print(f" {figure['steps_per_processor_second']['median']:8.0f} per second of processor time", end="")
+        print(f", an iteration plays for {figure['seconds_of_play']['median']:.3f} s" if name in playing else "")
 
 
 if __name__ == "__main__":

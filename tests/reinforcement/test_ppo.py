@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -332,6 +333,22 @@ def test_the_twin_of_captured_steps_learns_the_same(method):
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(twin.model.state_dict()[name], value, msg=name)
     assert plain.scores == twin.scores
+
+
+@pytest.mark.parametrize("method", [FineTune, AGSCL])
+def test_compiled_steps_learn_what_others_learn_and_both_trunk_and_loss_are_compiled(monkeypatch, method):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # needs no compiler of the machine's
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = make_agent(method), make_agent(method, config=replace(QUICK, compile=True))
+    finish(plain)
+    finish(compiled)
+    assert counters["stats"]["unique_graphs"] in (2, 3)  # the trunk, and the loss for each number of actions
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(compiled.model.state_dict()[name], value, msg=name)
+    assert plain.scores == compiled.scores
 
 
 @pytest.mark.parametrize("method", [FineTune, PaperAGSCL, EWC])

@@ -35,6 +35,24 @@ def test_captured_steps_learn_what_single_steps_learn(method):
     assert len(captured.scores) == 2
 
 
+@pytest.mark.parametrize("method", [FineTune, AGSCL])
+def test_compiled_steps_learn_what_single_steps_learn(method):
+    plain = make_on_gpu(method, "plain")
+    fast = make_agent(method, config=replace(QUICK, epochs=4, compile=True), device="cuda")
+    finish(plain)
+    finish(fast)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(fast.model.state_dict()[name], value, rtol=1e-2, atol=1e-2, msg=name)
+
+
+def test_an_evaluation_in_replayed_graphs_has_the_scores_of_single_steps():
+    trainer = make_on_gpu(FineTune, "captured")
+    learn_task(trainer, tasks=2)
+    captured = trainer.evaluate({0: 5, 1: 6})
+    trainer.config = replace(trainer.config, engine="plain")
+    assert trainer.evaluate({0: 5, 1: 6}) == captured
+
+
 def test_frozen_policies_keep_their_bits_on_a_gpu():
     trainer = make_on_gpu(AGSCL, "captured")
     learn_task(trainer)

@@ -49,6 +49,8 @@ class PPOConfig:
     """Arithmetic of the network's forward and backward passes; weights are always kept in float32."""
     channels_last: bool = False
     """Whether images and convolutions are stored channels last, which is faster on most machines."""
+    compile: bool = False
+    """Whether the network and the loss of an update are compiled; compiling takes some seconds."""
 
     def __post_init__(self) -> None:
         for name in ("environments", "rollout", "epochs", "minibatches", "evaluations", "evaluation_episodes"):

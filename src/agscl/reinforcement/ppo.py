@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from agscl.methods._parts.lifecycle import Method
 from agscl.reinforcement.config import PPOConfig
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
 from agscl.reinforcement.layers import measure_layers
-from agscl.training.engine import WorkRunner
+from agscl.training.engine import StepCompiler, WorkRunner
 from agscl.training.seeds import derive_seed
 
 FIGURES = ("loss", "value_loss", "entropy", "clipped", "kl")
@@ -84,9 +84,20 @@ class Samples:
             *floats,
         )
 
-    def take(self, rows: Tensor) -> Samples:
-        """These rows of all samples, as (samples, …)."""
-        return Samples(**{name: value.flatten(0, 1)[rows] for name, value in vars(self).items()})
+    def take(self, rows: Tensor) -> Batch:
+        """These rows of all samples."""
+        return Batch(*(getattr(self, name).flatten(0, 1)[rows] for name in Batch._fields))
+
+
+class Batch(NamedTuple):
+    """What the loss reads of some samples: (samples, …)."""
+
+    observations: Tensor
+    actions: Tensor
+    log_probabilities: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
 
 
 def estimate_advantages(samples: Samples, last_values: Tensor, gamma: float, gae_lambda: float) -> None:
@@ -102,10 +113,10 @@ def estimate_advantages(samples: Samples, last_values: Tensor, gamma: float, gae
     samples.advantages.sub_(samples.advantages.mean()).div_(samples.advantages.std() + 1e-5)
 
 
-def ppo_loss(output: dict[str, Tensor], batch: Samples, config: PPOConfig) -> tuple[Tensor, Tensor]:
+def ppo_loss(output: dict[str, Tensor], batch: Batch, config: PPOConfig) -> tuple[Tensor, Tensor]:
     """The loss of a mini-batch, and its `FIGURES`."""
-    logits, values = output["actor"].float(), output["critic"].float().squeeze(1)
-    log_ratio = log_probabilities(logits, batch.actions) - batch.log_probabilities
+    log_policy, values = output["actor"].float().log_softmax(1), output["critic"].float().squeeze(1)
+    log_ratio = log_policy.gather(1, batch.actions[:, None]).squeeze(1) - batch.log_probabilities
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - config.clip, 1 + config.clip)
     policy_loss = -torch.minimum(ratio * batch.advantages, clipped_ratio * batch.advantages).mean()
@@ -114,11 +125,13 @@ def ppo_loss(output: dict[str, Tensor], batch: Samples, config: PPOConfig) -> tu
     errors = (values - batch.returns).square(), (clipped_values - batch.returns).square()
     value_loss = 0.5 * torch.maximum(*errors).mean()
 
-    entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+    with torch.set_grad_enabled(config.entropy > 0 and torch.is_grad_enabled()):
+        entropy = -(log_policy.exp() * log_policy).sum(1).mean()
     loss = policy_loss + config.value_coefficient * value_loss - config.entropy * entropy
-    clipped = ((ratio - 1).abs() > config.clip).float().mean()
-    kl = (ratio - 1 - log_ratio).mean()
-    return loss, torch.stack([loss, value_loss, entropy, clipped, kl]).detach()
+    with torch.no_grad():
+        clipped = ((ratio - 1).abs() > config.clip).float().mean()
+        kl = (ratio - 1 - log_ratio).mean()
+        return loss, torch.stack([loss, value_loss, entropy, clipped, kl])
 
 
 # One task ------------------------------------------------------------------------------------------------------------
@@ -149,9 +162,11 @@ class PPO:
         config: PPOConfig,
         lanes: Sequence[Lane],
         runner: WorkRunner,
+        compiler: StepCompiler,
     ) -> None:
         self.model, self.method, self.task, self.optimizer = model, method, task, optimizer
-        self.config, self.lanes, self.runner = config, lanes, runner
+        self.config, self.lanes, self.runner, self.compiler = config, lanes, runner, compiler
+        self.compute_loss = compiler.compile(ppo_loss)
         self.device = lanes[0].inputs.device
         self.samples = Samples.allocate(config, task, lanes[0].inputs.dtype, self.device)
         self.rewards, self.ended = np.zeros((2, config.rollout, config.environments), np.float32)  # on the host
@@ -246,7 +261,7 @@ class PPO:
             for epoch in range(self.config.epochs):
                 self._shuffle(derive_seed(*seed, epoch))
                 for _ in range(self.config.minibatches):
-                    self.runner.run("step", self._step)
+                    self._run_step()
                 self._end_epoch()
 
     def _shuffle(self, seed: int) -> None:
@@ -261,12 +276,19 @@ class PPO:
         estimate_advantages(self.samples, self.last_values, self.config.gamma, self.config.gae_lambda)
         self.figures.zero_()
 
+    def _run_step(self) -> None:
+        version = self.compiler.version
+        self.runner.run("step", self._step)
+        if self.compiler.version != version:
+            self.runner.forget_warm_ups()
+
     def _step(self) -> None:
         """One optimizer step on the next mini-batch; the method acts in the optimizer's hooks."""
         batch = self.samples.take(self.order[self.position + self.offsets])
         self.position += len(self.offsets)
-        output = self.forward(batch.observations)
-        loss, figures = ppo_loss(output, batch, self.config)
+        with self.compiler.trunk_context():
+            output = self.forward(batch.observations)
+        loss, figures = self.compute_loss(output, batch, self.config)
         if type(self.method).loss is not Method.loss:
             loss = loss + self.method.loss(self.task.prepare(batch.observations), output)
         self.optimizer.zero_grad(set_to_none=True)

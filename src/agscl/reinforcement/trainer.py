@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +31,7 @@ from agscl.reinforcement.ppo import PPO, Lane, add_actor_critic
 from agscl.reinforcement.recording import Recording, record_episode
 from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
-from agscl.training.engine import make_runner
+from agscl.training.engine import StepCompiler, make_runner, make_step_compiler
 from agscl.training.optimizers import load_optimizer_state_dict, optimizer_state_dict
 from agscl.training.seeds import derive_seed
 from agscl.training.trainer import place_model
@@ -335,7 +335,15 @@ class ReinforcementTrainer:
             lambda: optimizer.zero_grad(set_to_none=True),  # so that a graph allocates gradients of its own
             captured=self._captures,
         )
-        return PPO(self.model, self.method, self.task, self.optimizer, self.config, lanes, runner)
+        return PPO(self.model, self.method, self.task, self.optimizer, self.config, lanes, runner, self._compiler)
+
+    @cached_property
+    def _compiler(self) -> StepCompiler:
+        config = self.config
+        if not config.compile:
+            return StepCompiler()
+        fused = config.precision == "bf16" and config.channels_last
+        return make_step_compiler(self.model.trunk, self.device, bf16_channels_last=fused)
 
     def check_finite(self, figures: dict[str, float]) -> None:
         """Raise if the loss or a weight is no longer finite."""

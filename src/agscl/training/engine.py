@@ -1,6 +1,6 @@
 """How a trainer's steps are run: the interface of an engine, and the plain one.
 
-`agscl.fast` has others (CUDA graphs, compiled trunks). Only `make_engine` imports it, where a
+`agscl.fast` has others (CUDA graphs, compiled trunks). Only the functions at the end of this file import it, where a
 configuration needs it.
 """
 
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.training.optimizers import make_optimizer
@@ -163,8 +163,25 @@ class WorkRunner:
     def run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
         work()
 
+    def forget_warm_ups(self) -> None:
+        """Run all work that has no graph yet once more before it is captured."""
+
     def release(self) -> None:
         """Free what was captured."""
+
+
+class StepCompiler:
+    """Makes parts of a step faster, equal to rounding: here, none. That of `agscl.fast` compiles them."""
+
+    version = 0
+    """Counts up when the trunk is compiled in another way from now on: warm-ups must be repeated then."""
+
+    def trunk_context(self) -> AbstractContextManager[Any]:
+        """The context in which the trunk runs on training batches, all of one size."""
+        return nullcontext()
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
 
 
 def make_runner(device: torch.device, before_capture: Callable[[], None], *, captured: bool) -> WorkRunner:
@@ -174,6 +191,13 @@ def make_runner(device: torch.device, before_capture: Callable[[], None], *, cap
     module = importlib.import_module("agscl.fast.cuda_graphs")
     runner: WorkRunner = module.GraphRunner(device, before_capture=before_capture)
     return runner
+
+
+def make_step_compiler(trunk: nn.Module, device: torch.device, *, bf16_channels_last: bool) -> StepCompiler:
+    """A compiler of the trunk and of functions, for `device`."""
+    module = importlib.import_module("agscl.fast.step_compiler")
+    compiler: StepCompiler = module.TorchStepCompiler(trunk, device, bf16_channels_last=bf16_channels_last)
+    return compiler
 
 
 def make_engine(trainer: Trainer) -> Engine:
