@@ -282,13 +282,6 @@ def test_a_long_task_is_pruned_at_the_ends_of_a_few_epochs():
 
 
 @quiet
-def test_a_task_of_fifty_epochs_or_more_is_pruned_earlier():
-    method, optimizer = build()
-    counts = pruned_at(method, optimizer, 0, 100, told={"epochs": 50, "steps_per_epoch": 2}, epoch=2)
-    assert list(counts) == [21, 35, 49]  # after epochs 10, 17 and 24
-
-
-@quiet
 @pytest.mark.parametrize("epochs", [1, 2, 5])
 def test_a_short_task_is_pruned_between_steps(epochs):
     method, optimizer = build()
@@ -379,6 +372,32 @@ def test_nodes_that_stay_are_scaled_up_so_that_heads_read_values_of_nearly_the_s
     for key in ("weight", "bias"):
         torch.testing.assert_close(after[f"trunk.0.{key}"][stay], before[f"trunk.0.{key}"][stay] * factor)
         assert not after[f"trunk.0.{key}"][~stay].any()
+
+
+def test_nodes_that_stay_keep_their_weights_where_many_steps_are_left():
+    method, optimizer = build()
+    train(method, optimizer, 0, 8, end=False)
+    before = method.model.trunk[0].weight.detach().clone()
+    method.plan.pruner.prune_(0.5, steps_left=budgets.RECOVERY_STEPS)
+    stay = ~method.plan.pruner.pruned[method.graph.layers["trunk.0"].groups]
+    assert 0 < stay.sum() < len(stay)
+    assert torch.equal(method.model.trunk[0].weight[stay], before[stay])
+
+
+@pytest.mark.parametrize(("examples", "scaled"), [(16, True), (400, False)])
+def test_how_much_of_a_task_is_left_is_told_in_steps_however_many_epochs_that_is(monkeypatch, examples, scaled):
+    calls = []
+    monkeypatch.setattr(budgets, "_scale_groups_", lambda graph, factors: calls.append(True))
+    method, optimizer = build()
+    method.model.add_head("t0", 3)
+    method.begin_task("t0", optimizer, epochs=20)
+    for _ in range(20):
+        for _ in range(examples // 4):
+            optimizer.zero_grad()
+            F.cross_entropy(method.model(torch.randn(4, 16), "t0"), torch.randint(3, (4,))).backward()
+            optimizer.step()
+        method.end_epoch()
+    assert bool(calls) == scaled
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["with BatchNorm", "without"])

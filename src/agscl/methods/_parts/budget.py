@@ -3,7 +3,8 @@
 The paper's penalty μ Σ‖θ‖ on free nodes becomes a constraint: at most k free nodes of a layer differ from 0. Its
 proximal operator is a projection: the k nodes with the highest scores keep their weights, the others become exactly 0.
 k falls to the budget in a few steps while the task is learned, so that the nodes that stay make up for those that go.
-They are scaled up at each step, so that the next layer and the head read values of nearly the same size as before.
+Where little of the task is left for that, they are scaled up, so that the next layer and the head read values of nearly
+the same size as before.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ BUDGET_RULE = "a share above 0 and at most 1, or the number of tasks to make roo
 
 PRUNINGS = 4
 """How often a task is pruned."""
-SPAN, LONG_SPAN, LONG = (0.3, 0.7), (0.2, 0.6), 50
-"""The shares of a task at which it is first and last pruned; from `LONG` epochs on it is pruned earlier, while the
-learning rate is still high."""
+SPAN = (0.3, 0.7)
+"""The shares of a task at which it is first and last pruned."""
 MIN_EPOCHS = 10
 """Tasks of fewer epochs are pruned between steps, others at the ends of epochs."""
 END_SHARE = 0.75
@@ -54,6 +54,9 @@ END_SHARE = 0.75
 make up for those that go."""
 WOKEN_SHARE = 0.1
 """Pruned groups count as woken where their sizes add up to more than this share of those of the kept ones."""
+RECOVERY_STEPS = 500
+"""With so many steps left in a task, the nodes that stay make up for the others by themselves, and end better if they
+are not scaled."""
 FIRST_STEP = 64
 """Where a task's length is not known: the step at which it is first pruned; then at twice as many, and so on."""
 
@@ -121,7 +124,7 @@ class NodePruner:
         else:  # how many steps an epoch has is still being counted
             return
         if length:
-            self.prune_(_share_at(steps / length, *SPAN))
+            self.prune_(_share_at(steps / length, *SPAN), length - steps)
         elif steps >= FIRST_STEP and steps & (steps - 1) == 0:  # each time the task has become twice as long
             self.prune_(1 - FIRST_STEP / (2 * steps))
 
@@ -130,7 +133,8 @@ class NodePruner:
         self.epoch += 1
         if self.plan.epochs:
             length = self.plan.epochs * self.plan.method.knowledge.task_share
-            self.prune_(_share_at(self.epoch / length, *(LONG_SPAN if length >= LONG else SPAN)))
+            steps_per_epoch = self.plan.schedule.steps_per_epoch or 0
+            self.prune_(_share_at(self.epoch / length, *SPAN), (length - self.epoch) * steps_per_epoch)
 
     def end_task(self) -> None:
         """Prune what is left to prune, as far as may be. The loop may have gone back to weights before a pruning."""
@@ -157,15 +161,16 @@ class NodePruner:
         kept = sizes[free & ~self.pruned]
         return int((sizes[self.pruned] > 0).sum()) if sizes[self.pruned].sum() > WOKEN_SHARE * kept.sum() else 0
 
-    def prune_(self, share: float) -> None:
+    def prune_(self, share: float, steps_left: float = 0) -> None:
         """Prune groups until this share of what each layer has above its budget is gone."""
         if self.layers and share > self.share:
             self.share = share
-            self._keep_([len(groups) - round((len(groups) - kept) * share) for groups, kept in self.layers])
+            counts = [len(groups) - round((len(groups) - kept) * share) for groups, kept in self.layers]
+            self._keep_(counts, scale=steps_left < RECOVERY_STEPS)
 
     @torch.no_grad()
-    def _keep_(self, counts: Sequence[int]) -> None:
-        """Keep so many groups of each layer: set those with the lowest scores to 0, and scale the others up."""
+    def _keep_(self, counts: Sequence[int], *, scale: bool = True) -> None:
+        """Keep so many groups of each layer: set those with the lowest scores to 0, and perhaps scale the others up."""
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
         sizes = measure_sizes(self.plan.graph, head)
         scores = sizes * self.saliency if bool(self.saliency.any()) else sizes
@@ -177,7 +182,8 @@ class NodePruner:
             gone, kept = candidates[order].tensor_split([len(candidates) - count])
             self.pruned[gone] = True
             factors[kept] = (sizes[candidates].sum() / sizes[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
-        _scale_groups_(self.plan.graph, factors)
+        if scale:
+            _scale_groups_(self.plan.graph, factors)
         self.build()
         self.hold_()
         self.plan.restart_lbfgs()

@@ -1,0 +1,330 @@
+"""What other forms of the budget would be worth, on validation data of tinyimagenet32: how its defaults were chosen.
+
+AGSCL_DATA=FOLDER python benchmarks/budget_variants.py --device cuda --jobs 15     # results/budget_variants.json
+AGSCL_DATA=FOLDER python benchmarks/budget_variants.py --only default "always scaled" --seeds 4 --deadline 500
+python benchmarks/budget_variants.py --preset digits --epochs 10 --device cpu --only default "copied nodes"
+
+Each variant changes the library within a process of its own. Seeds begin at 1000, which no table shows. Runs that are
+in --out already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measured import record
+from torch import Tensor, nn
+
+from agscl.experiments.build import HOLD_OUT
+from agscl.experiments.config import configure, get_fast_settings
+from agscl.experiments.run import execute_run
+from agscl.experiments.search import SEED
+from agscl.graph.nodes import NodeGraph
+from agscl.heads import MultiHead
+from agscl.methods import agscl
+from agscl.methods._parts import budget
+from agscl.methods._parts.zero_masks import ZeroMasks
+from agscl.runs import Run
+
+Change = Callable[[], None]
+
+
+def keep_rate() -> None:
+    """The loop's learning rate is not restarted when nodes have been pruned."""
+    from agscl.fast.engine import GraphEngine
+    from agscl.training.engine import PlainEngine
+
+    for engine in (PlainEngine, GraphEngine):
+        engine.restart_rate = lambda self: None  # type: ignore[method-assign]
+
+
+def scale_with(steps_left: float) -> None:
+    """Nodes that stay are scaled up where fewer steps than these are left."""
+    budget.RECOVERY_STEPS = steps_left
+
+
+def prune_between(first: float, last: float) -> None:
+    budget.SPAN = (first, last)
+
+
+def score_by_size() -> None:
+    """Nodes are kept by their size alone."""
+    budget.NodePruner.observe_gradients = lambda self: None  # type: ignore[method-assign]
+
+
+def favour_early_layers(ratio: float) -> None:
+    """Shares fall by this factor, twice, from the first layer to the last; their geometric mean is the budget."""
+    make = budget.NodePruner.__init__
+
+    def init(self: Any, plan: Any, share: Any) -> None:
+        make(self, plan, share)
+        last = len(self.layers) - 1
+        shares = [min(1.0, share * ratio ** (2 * number / last - 1)) for number in range(last + 1)]
+        self.layers = [
+            (groups, math.ceil(round(len(groups) * own, 9)))
+            for (groups, _), own in zip(self.layers, shares, strict=True)
+        ]
+
+    budget.NodePruner.__init__ = init  # type: ignore[method-assign]
+
+
+def favour_first_task(weight: float) -> None:
+    """With a number of tasks as budget: the first takes this many times what the others take."""
+
+    def count_kept(free: int, tasks: Any, learned: int) -> int:
+        own = weight if learned == 0 else 1.0
+        return math.ceil(round(free * own / (own + max(0, tasks - learned - 1)), 9))
+
+    budget.count_kept = count_kept
+
+
+def copy_nodes(share: float) -> None:
+    """Of the free nodes, this share starts as copies of important ones; what they read of free nodes is fresh."""
+    reinitialise = agscl.reinitialise_
+
+    @torch.no_grad()
+    def reinitialise_(graph: NodeGraph, chosen: Tensor, generator: torch.Generator, *others: Any) -> None:
+        reinitialise(graph, chosen, generator, *others)
+        important = known_important(chosen)
+        originals = torch.full((graph.size,), -1)
+        for in_layer in graph.groups_by_layer():
+            sources, targets = ((in_layer & each).nonzero().flatten() for each in (important, chosen.cpu()))
+            if len(sources):
+                targets = targets[torch.randperm(len(targets), generator=generator)[: math.ceil(share * len(targets))]]
+                originals[targets] = sources[torch.randint(len(sources), (len(targets),), generator=generator)]
+        for holder in graph.incoming_modules:
+            groups = holder.groups.cpu()
+            rows = (originals[groups] >= 0).nonzero().flatten()
+            position = {int(group): row for row, group in enumerate(groups)}
+            copied = torch.tensor([position[int(originals[groups[row]])] for row in rows], dtype=torch.long)
+            reader = graph.readers.get(holder.name)
+            for parameter in holder.module.parameters(recurse=False):
+                device = parameter.device
+                new = parameter[copied.to(device)].clone()
+                if reader is not None and parameter.dim() > 1:
+                    sources = reader.source_groups().cpu().flatten()  # per column; beyond the last: no node
+                    fresh = (sources < graph.size) & ~torch.cat([important, torch.zeros(1, dtype=torch.bool)])[
+                        sources.clamp(max=graph.size)
+                    ]
+                    new[:, fresh.to(device)] = parameter[rows.to(device)][:, fresh.to(device)]
+                parameter[rows.to(device)] = new
+
+    def known_important(chosen: Tensor) -> Tensor:
+        return ~latest[0].cpu()
+
+    latest: list[Tensor] = []
+    finish = agscl.AGSCL._finish_task
+
+    def finish_task(self: Any, *arguments: Any) -> None:
+        latest[:] = [self.knowledge.free]
+        original = agscl.choose_groups
+
+        def choose(graph: Any, free: Tensor, *others: Any) -> Tensor:
+            latest[:] = [free]
+            return original(graph, free, *others)
+
+        agscl.choose_groups = choose
+        try:
+            finish(self, *arguments)
+        finally:
+            agscl.choose_groups = original
+
+    agscl.reinitialise_ = reinitialise_
+    agscl.AGSCL._finish_task = finish_task  # type: ignore[method-assign]
+
+
+def gate_nodes() -> None:
+    """Nodes that became important after a task are gated off where that task is looked at; so weights from free nodes
+    into important ones may be learned, too, and belong to the task of the free node."""
+    plan_class, method_class = agscl.AGSCLPlan, agscl.AGSCL
+
+    def find_masks(plan: Any) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+        """Per trained parameter of an important node: where it is frozen, and its values there."""
+        free, masks = plan.method.knowledge.free, []
+        for owner in plan.graph.incoming_modules:
+            important = ~free[owner.groups.to(free.device)]
+            reader = plan.graph.readers.get(owner.name)
+            for parameter in owner.module.parameters(recurse=False):
+                mask = important.view(-1, *[1] * (parameter.dim() - 1)).expand_as(parameter).clone()
+                if reader is not None and parameter.dim() > 1:
+                    sources = reader.source_groups().to(free.device).flatten() % (plan.graph.size + 1)
+                    padded = torch.cat([free, torch.zeros(1, dtype=torch.bool, device=free.device)])
+                    mask &= ~padded[sources].view(1, -1, *[1] * (parameter.dim() - 2))
+                if bool(mask.any()):
+                    masks.append((parameter, mask, parameter.detach().clone()))
+        return masks
+
+    def start(self: Any) -> None:
+        begin(self)
+        self.gated = find_masks(self)
+
+    @torch.no_grad()
+    def restore(self: Any, *_: Any) -> None:
+        for parameter, mask, values in getattr(self, "gated", ()):
+            parameter.copy_(torch.where(mask, values, parameter))
+
+    begin = plan_class.start
+    plan_class.start = start  # type: ignore[method-assign]
+    plan_class.restore = restore  # type: ignore[method-assign]
+    plan_class._restore_frozen = restore  # type: ignore[method-assign]
+    plan_class._run_proximal_step = lambda self, share: None  # type: ignore[method-assign]
+    ZeroMasks.apply_ = lambda self: None  # type: ignore[method-assign]
+
+    forward, begin_task = MultiHead.forward, method_class.begin_task
+
+    def gate(module: nn.Module, _: Any, output: Tensor, model: Any, method: Any, groups: Tensor) -> Tensor | None:
+        task = model.task_in_use
+        if task not in method.tasks[:-1] and not (task in method.tasks and method.plan is None):
+            return None
+        first = method.knowledge.first_task[groups.to(method.knowledge.first_task.device)]
+        seen = (first <= method.tasks.index(task)).to(output)
+        return output * seen.view(-1, *[1] * (output.dim() - 2))
+
+    def begin_gated(self: Any, *arguments: Any, **options: Any) -> None:
+        if not self.tasks:
+            for owner in self.graph.incoming_modules:
+                owner.module.register_forward_hook(partial(gate, model=self.model, method=self, groups=owner.groups))
+        begin_task(self, *arguments, **options)
+
+    def forward_for_task(self: Any, x: Any, task: str) -> Any:
+        object.__setattr__(self, "task_in_use", task)
+        return forward(self, x, task)
+
+    MultiHead.forward = forward_for_task  # type: ignore[method-assign]
+    method_class.begin_task = begin_gated  # type: ignore[method-assign]
+
+
+PLAIN = {"compile": False}
+"""With forward hooks a trunk is not compiled."""
+VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
+    "default": (None, {}),
+    "default, CPR": (None, {"cpr": 0.4}),
+    "rate not restarted": (keep_rate, {}),
+    "always scaled": (partial(scale_with, math.inf), {}),
+    "score: size alone": (score_by_size, {}),
+    "pruned at 20 to 60 %": (partial(prune_between, 0.2, 0.6), {}),
+    "pruned at 40 to 80 %": (partial(prune_between, 0.4, 0.8), {}),
+    **{f"share {share}": (None, {"budget": share}) for share in (0.15, 0.2, 0.3, 0.35)},
+    "larger shares in early layers": (partial(favour_early_layers, 0.625), {}),
+    "ten tasks": (None, {"budget": 10}),
+    "ten tasks, the first larger": (partial(favour_first_task, 2.5), {"budget": 10}),
+    "half copied nodes": (partial(copy_nodes, 0.5), {}),
+    "copied nodes": (partial(copy_nodes, 1.0), {}),
+    "gated nodes": (gate_nodes, PLAIN),
+    "rival: PackNet 0.9": (None, {"method": "packnet", "share": 0.9}),
+    "rival: PackNet 0.95": (None, {"method": "packnet", "share": 0.95}),
+    "rival: PackNet 0.9, CPR": (None, {"method": "packnet", "share": 0.9, "cpr": 0.4}),
+    "rival: WSN 0.7": (None, {"method": "wsn", "c": 0.7}),
+    "rival: TRGP 0.99": (None, {"method": "trgp", "threshold": 0.99}),
+    "rival: fine-tuning": (None, {"method": "finetune"}),
+}
+
+
+def run_variant(name: str, seed: int, preset: str, device: str, epochs: int | None) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    change, settings = VARIANTS[name]
+    if change is not None:
+        change()
+    options = {"method": "agscl", **get_fast_settings(device, preset), **settings}
+    if epochs is not None:
+        options["epochs"] = epochs
+    config = configure(preset, seed=seed, device=device, reference=False, hold_out=HOLD_OUT, **options)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
+        outcome = execute_run(config, run, checkpoint_every=1e9, threads=1)["methods"][config.method]
+    accuracies = outcome["valid_accuracies"]
+    return {
+        "variant": name,
+        "seed": seed,
+        "valid_accuracy": statistics.mean(accuracies[-1]),
+        "just_learned": statistics.mean(row[-1] for row in accuracies),
+        "by_task": accuracies[-1],
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def attempt(work: tuple[Any, ...]) -> dict[str, Any]:
+    try:
+        return run_variant(*work)
+    except Exception as error:
+        return {"variant": work[0], "seed": work[1], "failed": f"{type(error).__name__}: {error}"}
+
+
+def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Per variant: its mean, and its lead over the default on the seeds that both have."""
+    scores: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if "failed" not in run:
+            scores.setdefault(run["variant"], {})[run["seed"]] = run["valid_accuracy"]
+    base = scores.get("default", {})
+    rows = {}
+    for name, by_seed in scores.items():
+        leads = [by_seed[seed] - base[seed] for seed in by_seed.keys() & base.keys()]
+        rows[name] = {
+            "seeds": len(by_seed),
+            "valid_accuracy": statistics.mean(by_seed.values()),
+            **({"lead": statistics.mean(leads)} if leads and name != "default" else {}),
+        }
+    return dict(sorted(rows.items(), key=lambda row: -row[1]["valid_accuracy"]))
+
+
+def load_runs(path: Path) -> list[dict[str, Any]]:
+    stored: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.is_file() else []
+    return [run for run in stored if "failed" not in run]
+
+
+def take_until(results: Iterable[dict[str, Any]], deadline: float) -> Iterable[dict[str, Any]]:
+    """The results of a pool's iterator as they come, until the deadline."""
+    start, waiting = time.perf_counter(), iter(results)
+    while True:
+        try:
+            yield waiting.next(timeout=max(0.0, start + deadline - time.perf_counter()))  # type: ignore[attr-defined]
+        except (StopIteration, multiprocessing.TimeoutError):
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="tinyimagenet32")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="which variants")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=int, default=None, help="per task (default: the preset's)")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--deadline", type=float, default=1e6, help="seconds after which no more is waited for")
+    parser.add_argument("--out", type=Path, default=Path("results/budget_variants.json"))
+    arguments = parser.parse_args()
+    runs = load_runs(arguments.out)
+    done = {(run["variant"], run["seed"]) for run in runs}
+    work = [
+        (name, seed, arguments.preset, arguments.device, arguments.epochs)
+        for seed in range(SEED, SEED + arguments.seeds)
+        for name in arguments.only
+        if (name, seed) not in done
+    ]
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        for run in take_until(pool.imap_unordered(attempt, work), arguments.deadline):
+            runs.append(run)
+            found = run.get("failed") or f"{100 * run['valid_accuracy']:.1f} %"
+            print(f"{run['variant']:30} seed {run['seed']}: {found}", flush=True)
+    rows = summarize(runs)
+    record(arguments.out, {"preset": arguments.preset, "epochs": arguments.epochs, "variants": rows, "runs": runs})
+    for name, row in rows.items():
+        lead = f"{100 * row['lead']:+.1f}" if "lead" in row else ""
+        print(f"{name:30} {row['seeds']} seeds  {100 * row['valid_accuracy']:.1f} %  {lead}")
+
+
+if __name__ == "__main__":
+    main()
