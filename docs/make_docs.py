@@ -411,7 +411,7 @@ def search(result: Result) -> str:
     lines = ["| method | tried: average validation accuracy, % |", "|---|---|"]
     for name, tried in result["methods"].items():
         marks = [
-            ", ".join(f"{SYMBOLS[key]} {value:g}" for key, value in each["settings"].items())
+            ", ".join(f"{SYMBOLS.get(key, key)} {value:g}" for key, value in each["settings"].items())
             + (": diverged" if each["valid_accuracy"] is None else ": " + _spread_of(_marks(each), 100, 1))
             for each in tried
         ]
@@ -734,6 +734,16 @@ def atari_cost(result: Result) -> str:
     )
 
 
+@made_from("benchmarks/ppo_cuda")
+def ppo_cuda(result: Result) -> str:
+    lines = ["| | environment steps per second, training included |", "|---|---|"]
+    lines += [
+        f"| {name} | {row['steps_per_second']['median']:,.0f} |".replace("ours, not captured", "ours, eager")
+        for name, row in result["contenders"].items()
+    ]
+    return "\n".join([*lines, "", f"{result['game']}: {source(result)}"])
+
+
 @made_from("unseen")
 def unseen(result: Result) -> str:
     names = list(result["sequences"][0]["accuracies"])
@@ -920,6 +930,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "choice": choice,
     "tinyimagenet32": made_from("tinyimagenet32")(compared),
     "search": made_from("search/tinyimagenet32")(search),
+    "search-rivals": made_from("search/tinyimagenet32-rivals")(search),
     "search-wide": made_from("search/tinyimagenet32-wide")(search),
     "cifar10-tiny": made_from("cifar10-tiny")(compared),
     "five": made_from("five")(compared),
@@ -944,6 +955,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "large-runs": large_runs,
     "cluster-times": cluster_times,
     "control": control,
+    "ppo-cuda": ppo_cuda,
     "unseen": unseen,
     "unseen-means": unseen_means,
     "paper-runs": paper_runs,

@@ -161,7 +161,7 @@ class PackNet(FixedWeightsMethod):
         "a task trains the weights that no earlier task owns, and runs with its own and those of earlier ones",
         "after prune_at of its epochs: the share with the smallest |θ| is set to 0 and given back, the rest is owned",
     )
-    search = (SearchAxis("share", values=(0.5, 0.6, 0.7, 0.8, 0.9)),)
+    search = (SearchAxis("share", values=(0.5, 0.6, 0.7, 0.8, 0.9, 0.95)),)
     Config = PackNetConfig
     config: PackNetConfig
     Knowledge = PackNetKnowledge

@@ -163,7 +163,7 @@ class WSN(FixedWeightsMethod):
         "a task runs with W ⊙ m, where m is 1 for the round(c·n) weights of a layer with the largest |score|",
         "ΔW ← ΔW ⊙ (1 − M), M: the weights that earlier tasks use",
     )
-    search = (SearchAxis("c", values=(0.03, 0.05, 0.1, 0.3, 0.5)),)
+    search = (SearchAxis("c", values=(0.03, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9)),)
     owns_weights = True
     Config = WSNConfig
     config: WSNConfig
