@@ -734,6 +734,21 @@ def atari_cost(result: Result) -> str:
     )
 
 
+@made_from("search/tinyimagenet32-budget")
+def budget_choice(result: Result) -> str:
+    """The variants that ran on both of the first two seeds, the best first."""
+    both = {
+        name: [dict(zip(row["seeds"], row["valid_accuracy"], strict=True))[seed] for seed in (1000, 1001)]
+        for name, row in result["variants"].items()
+        if {1000, 1001} <= set(row["seeds"])
+    }
+    lines = ["| variant | average validation accuracy, %, of seeds 1000 and 1001 | mean |", "|---|---|---|"]
+    for name, values in sorted(both.items(), key=lambda row: -statistics.mean(row[1])):
+        cells = ", ".join(f"{100 * value:.1f}" for value in values)
+        lines.append(f"| {name} | {cells} | {100 * statistics.mean(values):.1f} |")
+    return "\n".join([*lines, "", f"{result['note'].capitalize()}: {source(result)}"])
+
+
 @made_from("benchmarks/ppo_cuda")
 def ppo_cuda(result: Result) -> str:
     lines = ["| | environment steps per second, training included |", "|---|---|"]
@@ -956,6 +971,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cluster-times": cluster_times,
     "control": control,
     "ppo-cuda": ppo_cuda,
+    "budget-choice": budget_choice,
     "unseen": unseen,
     "unseen-means": unseen_means,
     "paper-runs": paper_runs,
