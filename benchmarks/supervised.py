@@ -135,6 +135,7 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
 def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The arguments, those that all benchmarks of runs have among them, and what they change of a preset's training."""
     parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--training", default="{}", help="other settings of training as JSON, '{\"evaluations\": 10}'")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
@@ -144,6 +145,7 @@ def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[st
     warnings.simplefilter("ignore")
     preset = getattr(arguments, "preset", "digits")
     changes: dict[str, Any] = get_fast_settings(arguments.device, preset) if arguments.fast else {}
+    changes |= json.loads(arguments.training)
     if arguments.epochs is not None:
         changes["epochs"] = arguments.epochs
     return arguments, changes
