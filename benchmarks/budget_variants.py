@@ -2,7 +2,7 @@
 
 AGSCL_DATA=FOLDER python benchmarks/budget_variants.py --device cuda --jobs 15     # results/budget_variants.json
 AGSCL_DATA=FOLDER python benchmarks/budget_variants.py --only default "always scaled" --seeds 4 --deadline 500
-python benchmarks/budget_variants.py --preset digits --epochs 10 --device cpu --only default "copied nodes"
+python benchmarks/budget_variants.py --preset digits --epochs 10 --device cpu --only default "copied nodes" --out FILE
 
 Each variant changes the library within a process of its own. Seeds begin at 1000, which no table shows. Runs that are
 in --out already are not repeated.
@@ -280,9 +280,13 @@ def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return dict(sorted(rows.items(), key=lambda row: -row[1]["valid_accuracy"]))
 
 
-def load_runs(path: Path) -> list[dict[str, Any]]:
-    stored: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.is_file() else []
-    return [run for run in stored if "failed" not in run]
+def load_runs(path: Path, preset: str, epochs: int | None) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    stored = json.loads(path.read_text())
+    if (stored["preset"], stored["epochs"]) != (preset, epochs):
+        raise SystemExit(f"{path} holds runs of {stored['preset']}, epochs {stored['epochs']}: name another --out")
+    return [run for run in stored["runs"] if "failed" not in run]
 
 
 def take_until(results: Iterable[dict[str, Any]], deadline: float) -> Iterable[dict[str, Any]]:
@@ -306,7 +310,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=1e6, help="seconds after which no more is waited for")
     parser.add_argument("--out", type=Path, default=Path("results/budget_variants.json"))
     arguments = parser.parse_args()
-    runs = load_runs(arguments.out)
+    runs = load_runs(arguments.out, arguments.preset, arguments.epochs)
     done = {(run["variant"], run["seed"]) for run in runs}
     work = [
         (name, seed, arguments.preset, arguments.device, arguments.epochs)

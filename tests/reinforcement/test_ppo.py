@@ -23,6 +23,7 @@ from agscl.methods.si import SI
 from agscl.reinforcement import PPOConfig
 from agscl.reinforcement.importance import make_importance_forward
 from agscl.reinforcement.ppo import Samples, estimate_advantages, log_probabilities, ppo_loss, sample_actions
+from agscl.training.engine import WorkRunner
 from small_agents import QUICK, finish, learn_task, make_agent, make_tasks
 
 
@@ -349,6 +350,41 @@ def test_compiled_steps_learn_what_others_learn_and_both_trunk_and_loss_are_comp
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(compiled.model.state_dict()[name], value, msg=name)
     assert plain.scores == compiled.scores
+
+
+class RunnerTwin(WorkRunner):
+    """Follows the rule of the runner that captures graphs, run once, then capture, then replay, and notes the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.warmed_up, self.steps = set(), []
+
+    def run(self, key, work, may_capture=True):
+        if key not in self.graphs:
+            captures = key in self.warmed_up and may_capture
+            if captures:
+                self.graphs[key] = True
+            if key == "step":
+                self.steps.append("captured" if captures else "run")
+        self.warmed_up.add(key)
+        work()
+
+    def forget_warm_ups(self):
+        self.warmed_up.clear()
+
+    def release(self):
+        self.graphs.clear()
+
+
+@pytest.mark.parametrize("method", [AGSCL, PackNet])
+def test_after_a_pruning_a_step_runs_once_before_it_is_captured_as_it_may_be_compiled_anew(method):
+    trainer = make_agent(method)
+    trainer.advance()
+    runner = trainer.ppo.runner = RunnerTwin()
+    learn_task(trainer)
+    captures = runner.steps.count("captured")
+    assert captures > 1
+    assert runner.steps == ["run", "captured"] * captures
 
 
 @pytest.mark.parametrize("method", [FineTune, PaperAGSCL, EWC])

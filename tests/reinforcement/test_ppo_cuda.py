@@ -10,7 +10,10 @@ import torch
 from agscl.methods.agscl import AGSCL
 from agscl.methods.ewc import EWC
 from agscl.methods.finetune import FineTune
+from agscl.methods.hat import HAT
+from agscl.methods.packnet import PackNet
 from agscl.methods.paper_agscl import PaperAGSCL
+from agscl.methods.wsn import WSN
 from agscl.reinforcement.trainer import ReinforcementTrainer
 from small_agents import QUICK, finish, learn_task, make_agent
 
@@ -35,7 +38,7 @@ def test_captured_steps_learn_what_single_steps_learn(method):
     assert len(captured.scores) == 2
 
 
-@pytest.mark.parametrize("method", [FineTune, AGSCL])
+@pytest.mark.parametrize("method", [FineTune, AGSCL, PackNet])
 def test_compiled_steps_learn_what_single_steps_learn(method):
     plain = make_on_gpu(method, "plain")
     fast = make_agent(method, config=replace(QUICK, epochs=4, compile=True), device="cuda")
@@ -45,8 +48,9 @@ def test_compiled_steps_learn_what_single_steps_learn(method):
         torch.testing.assert_close(fast.model.state_dict()[name], value, rtol=1e-2, atol=1e-2, msg=name)
 
 
-def test_an_evaluation_in_replayed_graphs_has_the_scores_of_single_steps():
-    trainer = make_on_gpu(FineTune, "captured")
+@pytest.mark.parametrize("method", [FineTune, HAT, PackNet, WSN])
+def test_an_evaluation_in_replayed_graphs_has_the_scores_of_single_steps(method):
+    trainer = make_on_gpu(method, "captured")
     learn_task(trainer, tasks=2)
     captured = trainer.evaluate({0: 5, 1: 6})
     trainer.config = replace(trainer.config, engine="plain")

@@ -195,6 +195,17 @@ def test_after_a_pruning_the_rate_is_that_of_a_new_task_and_moments_start_over(k
     assert min(rates[prunings[-1] + 1 :]) < QUICK.lr
 
 
+@pytest.mark.parametrize("engine", ["plain", "captured"])
+def test_a_pruning_does_not_undo_the_drop_at_a_given_epoch(engine):
+    options = {"engine": engine, "epochs": 12, "patience": 9, "drop_at": 4, "factor": 10.0}
+    made = make_trainer(PackNet, replace(QUICK, **options), tasks=TASKS[:1])
+    events = []
+    trainer = Trainer(made.model, made.method, made.tasks, made.config, seed=0, emit=events.append)
+    finish(trainer)
+    rates = [event["lr"] for event in events if event["event"] == "epoch"]
+    assert rates == pytest.approx([QUICK.lr] * 4 + [QUICK.lr / 10] * 8)
+
+
 def test_pictures_as_bytes_are_normalised_on_the_device_and_laid_out_as_asked():
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)

@@ -267,7 +267,7 @@ class GraphEngine(Engine):
 
     def restart_rate(self) -> None:
         """Go back to the rate a task starts with: after a pruning, what stays must make up for what went."""
-        self._rate.fill_(self.trainer.config.lr)
+        self._rate.fill_(self.trainer.config.get_restart_rate(self.trainer.epoch + 1))  # with the epoch that ends
         self._clear_moments(torch.ones((), dtype=torch.bool, device=self.trainer.device))
 
     def _clear_moments(self, condition: Tensor) -> None:

@@ -31,7 +31,7 @@ from agscl.reinforcement.ppo import PPO, Lane, add_actor_critic
 from agscl.reinforcement.recording import Recording, record_episode
 from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
-from agscl.training.engine import StepCompiler, make_runner, make_step_compiler
+from agscl.training.engine import StepCompiler, WorkRunner, make_runner, make_step_compiler
 from agscl.training.optimizers import load_optimizer_state_dict, optimizer_state_dict
 from agscl.training.seeds import derive_seed
 from agscl.training.trainer import place_model
@@ -50,7 +50,7 @@ PLAY, EVALUATE = 1, 2
 class ReinforcementTrainer:
     """Trains `model` with `method` and PPO on one environment after the other.
 
-    `advance()` does one unit of work: it begins a task, does an iteration of PPO, or evaluates one task. Between two
+    `advance()` does one unit of work: it begins a task, does an iteration of PPO, or evaluates all tasks. Between two
     units `state_dict()` holds all that is needed to continue. On a CPU, with environments that can be restored, the
     result is then the same to the bit; those that cannot are started anew, which is reported.
     """
@@ -216,11 +216,14 @@ class ReinforcementTrainer:
         """
         with ExitStack() as stack:
             stack.enter_context(self._evaluating())
+            runner = make_runner(self.device, lambda: None, captured=self._captures)
+            stack.callback(runner.release)
             games = []
             for index, seed in seeds.items():
-                game = GreedyGame(self, self.tasks[index], seed)
-                stack.callback(game.close)
-                games.append(game)
+                games.append(GreedyGame(self, self.tasks[index], seed, runner))
+                stack.callback(games[-1].environments.close)
+            for game in games:
+                game.start()
             while playing := [game for game in games if not game.is_over]:
                 for game in playing:
                     game.advance()
@@ -407,16 +410,17 @@ class ReinforcementTrainer:
 
 
 class GreedyGame:
-    """An episode in each environment of a task, played greedily: a step per `advance()`."""
+    """An episode in each environment of a task, played greedily: `start()`, then a step per `advance()`."""
 
-    def __init__(self, trainer: ReinforcementTrainer, task: EnvironmentTask, seed: int) -> None:
+    def __init__(self, trainer: ReinforcementTrainer, task: EnvironmentTask, seed: int, runner: WorkRunner) -> None:
         config = trainer.config
-        self.trainer, self.task, self.count = trainer, task, config.evaluation_episodes
+        self.trainer, self.task, self.runner, self.count = trainer, task, runner, config.evaluation_episodes
         self.environments = task.make(self.count, seed, training=False, limit=config.evaluation_limit)
         self.scores: dict[int, float] = {}  # by environment
-        self.inputs = torch.from_numpy(self.environments.reset()).to(trainer.device)
-        self.actions = torch.zeros(self.count, dtype=torch.long, device=trainer.device)
-        self.runner = make_runner(trainer.device, lambda: None, captured=trainer._captures)
+
+    def start(self) -> None:
+        self.inputs = torch.from_numpy(self.environments.reset()).to(self.trainer.device)
+        self.actions = torch.zeros(self.count, dtype=torch.long, device=self.trainer.device)
         self._act()
 
     @property
@@ -438,15 +442,11 @@ class GreedyGame:
     @torch.no_grad()
     def _act(self) -> None:
         with self.runner.on_stream():
-            self.runner.run("act", self._choose)
+            self.runner.run(("act", self.task.name), self._choose)
             self.environments.send(self.actions.cpu().numpy())
 
     def _choose(self) -> None:
         self.actions.copy_(self.trainer._most_probable(self.task, self.inputs))
-
-    def close(self) -> None:
-        self.runner.release()
-        self.environments.close()
 
 
 def _restore(environments: Environments, saved: dict[str, Any] | None) -> Array:

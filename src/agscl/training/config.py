@@ -28,7 +28,8 @@ class TrainingConfig:
     cpr: float = 0.0
     """CPR's β, for any method, fine-tuning too: the loss is lowered by β times the entropy of the outputs; 0: off."""
     patience: int | None = 5
-    """Epochs without a better validation loss before the rate drops; none keeps the rate constant."""
+    """Epochs without a better validation loss before the rate drops; none keeps the rate constant. When a method has
+    pruned, the rate starts over, with a new state of the optimizer."""
     drop_at: int | None = None
     """Epoch after which the rate drops once, whatever the loss is; the optimizer keeps its state."""
     factor: float = 3.0
@@ -67,6 +68,10 @@ class TrainingConfig:
             raise ValueError(f"drop_at is a number of epochs, at least 1, or none, not {self.drop_at}")
         if not 1 < self.factor < math.inf:
             raise ValueError(f"factor must be above 1 and finite, not {self.factor}")
+
+    def get_restart_rate(self, epochs: int) -> float:
+        """The rate that training returns to if it is pruned after so many epochs of a task."""
+        return self.lr / self.factor if self.drop_at is not None and epochs > self.drop_at else self.lr
 
     @property
     def validates(self) -> bool:

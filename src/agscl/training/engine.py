@@ -139,7 +139,7 @@ class PlainEngine(Engine):
         """Go back to the rate a task starts with: after a pruning, what stays must make up for what went."""
         self._clear_moments()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.trainer.config.lr
+            group["lr"] = self.trainer.config.get_restart_rate(self.trainer.epoch)
 
     def _clear_moments(self) -> None:
         self.optimizer.state.clear()
