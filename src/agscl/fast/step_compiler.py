@@ -32,7 +32,7 @@ class TorchStepCompiler(StepCompiler):
     def trunk_context(self) -> AbstractContextManager[Any]:
         return self.trunk.enabled()
 
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(function)
 
         @wraps(function)

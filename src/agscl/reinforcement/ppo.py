@@ -166,7 +166,7 @@ class PPO:
     ) -> None:
         self.model, self.method, self.task, self.optimizer = model, method, task, optimizer
         self.config, self.lanes, self.runner, self.compiler = config, lanes, runner, compiler
-        self.compute_loss = compiler.compile(ppo_loss)
+        self.compute_loss = compiler.compile_function(ppo_loss)
         self.device = lanes[0].inputs.device
         self.samples = Samples.allocate(config, task, lanes[0].inputs.dtype, self.device)
         self.rewards, self.ended = np.zeros((2, config.rollout, config.environments), np.float32)  # on the host

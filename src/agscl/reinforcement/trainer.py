@@ -109,7 +109,7 @@ class ReinforcementTrainer:
             if self.optimizer is None:
                 self._begin_task()
             elif self.evaluation_due:
-                self._evaluate()
+                self._evaluate_all()
             else:
                 self._iterate()
         return True
@@ -170,7 +170,7 @@ class ReinforcementTrainer:
             lane.environments.close()
         self.ppo = None
 
-    def _evaluate(self) -> None:
+    def _evaluate_all(self) -> None:
         """Evaluate all tasks learned so far, and record it."""
         learned = range(self.task_index + 1)
         # The same episodes each time: a policy that is unchanged has the same score.
@@ -223,7 +223,7 @@ class ReinforcementTrainer:
                 games.append(GreedyGame(self, self.tasks[index], seed, runner))
                 stack.callback(games[-1].environments.close)
             for game in games:
-                game.start()
+                game.start_episodes()
             while playing := [game for game in games if not game.is_over]:
                 for game in playing:
                     game.advance()
@@ -410,7 +410,7 @@ class ReinforcementTrainer:
 
 
 class GreedyGame:
-    """An episode in each environment of a task, played greedily: `start()`, then a step per `advance()`."""
+    """An episode in each environment of a task, played greedily: `start_episodes()`, then a step per `advance()`."""
 
     def __init__(self, trainer: ReinforcementTrainer, task: EnvironmentTask, seed: int, runner: WorkRunner) -> None:
         config = trainer.config
@@ -418,10 +418,10 @@ class GreedyGame:
         self.environments = task.make(self.count, seed, training=False, limit=config.evaluation_limit)
         self.scores: dict[int, float] = {}  # by environment
 
-    def start(self) -> None:
+    def start_episodes(self) -> None:
         self.inputs = torch.from_numpy(self.environments.reset()).to(self.trainer.device)
         self.actions = torch.zeros(self.count, dtype=torch.long, device=self.trainer.device)
-        self._act()
+        self._send_actions()
 
     @property
     def is_over(self) -> bool:
@@ -437,15 +437,15 @@ class GreedyGame:
             self.scores.setdefault(environment, score)  # further episodes of the same environment do not count
         if not self.is_over:
             self.inputs.copy_(torch.from_numpy(transition.observations))
-            self._act()
+            self._send_actions()
 
     @torch.no_grad()
-    def _act(self) -> None:
+    def _send_actions(self) -> None:
         with self.runner.on_stream():
-            self.runner.run(("act", self.task.name), self._choose)
+            self.runner.run(("act", self.task.name), self._choose_actions)
             self.environments.send(self.actions.cpu().numpy())
 
-    def _choose(self) -> None:
+    def _choose_actions(self) -> None:
         self.actions.copy_(self.trainer._most_probable(self.task, self.inputs))
 
 

@@ -180,7 +180,7 @@ class StepCompiler:
         """The context in which the trunk runs on training batches, all of one size."""
         return nullcontext()
 
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
