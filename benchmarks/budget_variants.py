@@ -195,7 +195,8 @@ def gate_nodes() -> None:
     def begin_gated(self: Any, *arguments: Any, **options: Any) -> None:
         if not self.tasks:
             for owner in self.graph.incoming_modules:
-                owner.module.register_forward_hook(partial(gate, model=self.model, method=self, groups=owner.groups))
+                groups = owner.groups.to(next(owner.module.parameters()).device)
+                owner.module.register_forward_hook(partial(gate, model=self.model, method=self, groups=groups))
         begin_task(self, *arguments, **options)
 
     def forward_for_task(self: Any, x: Any, task: str) -> Any:
@@ -226,8 +227,10 @@ VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
     "rival: PackNet 0.9": (None, {"method": "packnet", "share": 0.9}),
     "rival: PackNet 0.95": (None, {"method": "packnet", "share": 0.95}),
     "rival: PackNet 0.9, CPR": (None, {"method": "packnet", "share": 0.9, "cpr": 0.4}),
-    "rival: WSN 0.7": (None, {"method": "wsn", "c": 0.7}),
-    "rival: TRGP 0.99": (None, {"method": "trgp", "threshold": 0.99}),
+    **{f"rival: WSN {c}": (None, {"method": "wsn", "c": c}) for c in (0.5, 0.7, 0.9)},
+    **{f"rival: TRGP {threshold}": (None, {"method": "trgp", "threshold": threshold}) for threshold in (0.99, 0.995)},
+    "rival: SPG": (None, {"method": "spg"}),
+    "rival: HAT 926": (None, {"method": "hat", "c": 926}),
     "rival: fine-tuning": (None, {"method": "finetune"}),
 }
 
