@@ -25,17 +25,15 @@ from typing import Any
 
 import torch
 from measured import record
-from torch import Tensor, nn
+from torch import Tensor
 
 from agscl.experiments.build import HOLD_OUT
 from agscl.experiments.config import configure, get_fast_settings
 from agscl.experiments.run import execute_run
 from agscl.experiments.search import SEED
 from agscl.graph.nodes import NodeGraph
-from agscl.heads import MultiHead
 from agscl.methods import agscl
 from agscl.methods._parts import budget
-from agscl.methods._parts.zero_masks import ZeroMasks
 from agscl.runs import Run
 
 Change = Callable[[], None]
@@ -145,73 +143,10 @@ def copy_nodes(share: float) -> None:
     agscl.AGSCL._finish_task = finish_task  # type: ignore[method-assign]
 
 
-def gate_nodes() -> None:
-    """Nodes that became important after a task are gated off where that task is looked at; so weights from free nodes
-    into important ones may be learned, too, and belong to the task of the free node."""
-    plan_class, method_class = agscl.AGSCLPlan, agscl.AGSCL
-
-    def find_masks(plan: Any) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-        """Per trained parameter of an important node: where it is frozen, and its values there."""
-        free, masks = plan.method.knowledge.free, []
-        for owner in plan.graph.incoming_modules:
-            important = ~free[owner.groups.to(free.device)]
-            reader = plan.graph.readers.get(owner.name)
-            for parameter in owner.module.parameters(recurse=False):
-                mask = important.view(-1, *[1] * (parameter.dim() - 1)).expand_as(parameter).clone()
-                if reader is not None and parameter.dim() > 1:
-                    sources = reader.source_groups().to(free.device).flatten() % (plan.graph.size + 1)
-                    padded = torch.cat([free, torch.zeros(1, dtype=torch.bool, device=free.device)])
-                    mask &= ~padded[sources].view(1, -1, *[1] * (parameter.dim() - 2))
-                if bool(mask.any()):
-                    masks.append((parameter, mask, parameter.detach().clone()))
-        return masks
-
-    def start(self: Any) -> None:
-        begin(self)
-        self.gated = find_masks(self)
-
-    @torch.no_grad()
-    def restore(self: Any, *_: Any) -> None:
-        for parameter, mask, values in getattr(self, "gated", ()):
-            parameter.copy_(torch.where(mask, values, parameter))
-
-    begin = plan_class.start
-    plan_class.start = start  # type: ignore[method-assign]
-    plan_class.restore = restore  # type: ignore[method-assign]
-    plan_class._restore_frozen = restore  # type: ignore[method-assign]
-    plan_class._run_proximal_step = lambda self, share: None  # type: ignore[method-assign]
-    ZeroMasks.apply_ = lambda self: None  # type: ignore[method-assign]
-
-    forward, begin_task = MultiHead.forward, method_class.begin_task
-
-    def gate(module: nn.Module, _: Any, output: Tensor, model: Any, method: Any, groups: Tensor) -> Tensor | None:
-        task = model.task_in_use
-        if task not in method.tasks[:-1] and not (task in method.tasks and method.plan is None):
-            return None
-        first = method.knowledge.first_task[groups.to(method.knowledge.first_task.device)]
-        seen = (first <= method.tasks.index(task)).to(output)
-        return output * seen.view(-1, *[1] * (output.dim() - 2))
-
-    def begin_gated(self: Any, *arguments: Any, **options: Any) -> None:
-        if not self.tasks:
-            for owner in self.graph.incoming_modules:
-                groups = owner.groups.to(next(owner.module.parameters()).device)
-                owner.module.register_forward_hook(partial(gate, model=self.model, method=self, groups=groups))
-        begin_task(self, *arguments, **options)
-
-    def forward_for_task(self: Any, x: Any, task: str) -> Any:
-        object.__setattr__(self, "task_in_use", task)
-        return forward(self, x, task)
-
-    MultiHead.forward = forward_for_task  # type: ignore[method-assign]
-    method_class.begin_task = begin_gated  # type: ignore[method-assign]
-
-
-PLAIN = {"compile": False}
-"""With forward hooks a trunk is not compiled."""
 VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
     "default": (None, {}),
     "default, CPR": (None, {"cpr": 0.4}),
+    "no inputs from later nodes": (None, {"zero_init": "paper"}),
     "rate not restarted": (keep_rate, {}),
     "always scaled": (partial(scale_with, math.inf), {}),
     "score: size alone": (score_by_size, {}),
@@ -223,7 +158,6 @@ VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
     "ten tasks, the first larger": (partial(favour_first_task, 2.5), {"budget": 10}),
     "half copied nodes": (partial(copy_nodes, 0.5), {}),
     "copied nodes": (partial(copy_nodes, 1.0), {}),
-    "gated nodes": (gate_nodes, PLAIN),
     "rival: PackNet 0.9": (None, {"method": "packnet", "share": 0.9}),
     "rival: PackNet 0.95": (None, {"method": "packnet", "share": 0.95}),
     "rival: PackNet 0.9, CPR": (None, {"method": "packnet", "share": 0.9, "cpr": 0.4}),

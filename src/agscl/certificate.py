@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -59,15 +59,41 @@ def digest_tensors(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
     return total.hexdigest()
 
 
-def digest_groups(tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], size: int) -> list[str]:
-    """A digest per group over the bits of all its rows; `rows[name][r]` is the group of row r of that tensor."""
+def digest_groups(
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, Sequence[int]],
+    size: int,
+    later: Mapping[str, tuple[Any, Any]] | None = None,
+) -> list[str]:
+    """A digest per group over the bits of all its rows; `rows[name][r]` is the group of row r of that tensor.
+
+    `later[name]` says, as `Layout.find_later_inputs`, which weights of these rows belong to the group that they read.
+    """
     totals = [blake2b(digest_size=16) for _ in range(size)]
     for name, groups in rows.items():
         _check_rows(name, tensors[name], len(groups))
-        for group, row in zip(groups, _row_bytes(tensors[name]), strict=True):
+        found = _row_bytes(tensors[name])
+        if later is not None and name in later:
+            sources, is_later = later[name]
+            weights = found.reshape(*is_later.shape, -1)
+            found = np.where(is_later[:, :, None], 0, weights).reshape(len(found), -1)
+            for columns, members in _find_alike_rows(sources, len(found)):
+                own = is_later[members]
+                read = np.where(own[:, :, None], weights[members], 0).transpose(1, 0, 2)
+                for column in own.any(0).nonzero()[0]:
+                    totals[columns[column]].update(read[column].tobytes())
+        for group, row in zip(groups, found, strict=True):
             if group >= 0:
                 totals[group].update(row.tobytes())
     return [total.hexdigest() for total in totals]
+
+
+def _find_alike_rows(sources: Any, rows: int) -> Iterator[tuple[Any, Any]]:
+    """Each distinct row of `sources` (rows or 1, columns), and the numbers of the rows that are alike."""
+    patterns, numbers = np.unique(sources, axis=0, return_inverse=True)
+    numbers = np.broadcast_to(numbers.reshape(-1), rows)
+    for number, pattern in enumerate(patterns):
+        yield pattern, (numbers == number).nonzero()[0]
 
 
 def _check_rows(name: str, tensor: Tensor, expected: int) -> None:
@@ -91,6 +117,17 @@ class Layout:
     @property
     def rows(self) -> dict[str, list[int]]:
         return {**self.parameters, **self.statistics}
+
+    def find_later_inputs(self, first: Sequence[int], rule: str) -> dict[str, tuple[Any, Any]]:
+        """Per reader: the group that each weight reads, (rows or 1, columns), and (rows, columns) whether it belongs
+        to that group, not to its row's: where earlier tasks do not see it, as the group became important later."""
+        if rule != "earlier_tasks":
+            return {}
+        tasks, found = np.array([*first, -1]), {}  # -1: reads no node
+        for name, readers in self.readers.items():
+            sources = np.array(readers)
+            found[name] = sources, tasks[sources] > tasks[np.array(self.parameters[name])][:, None]
+        return found
 
 
 @dataclass(frozen=True)
@@ -193,7 +230,7 @@ class Certificate:
     task: str
     index: int  # number of the task, from 0
     kind: str  # "held" or "guaranteed"
-    zero_rule: str  # "paper", "while_free" or "off"
+    zero_rule: str  # "earlier_tasks", "paper", "while_free" or "off"
     layout: Layout
     first: list[int]  # per group, the first task it was important in; NEVER while free
     digests: list[str | None]  # per group, None while free
@@ -217,7 +254,8 @@ class Certificate:
     def guarantees_outputs(self) -> bool:
         """Whether outputs of the tasks learned so far can never change."""
         excluded = any("outputs that depend on it are not covered" in note for note in self.notes)  # in older files
-        return self.kind == "guaranteed" and self.zero_rule == "paper" and not (self.uncovered or excluded)
+        covers = self.zero_rule in ("paper", "earlier_tasks")
+        return self.kind == "guaranteed" and covers and not (self.uncovered or excluded)
 
     @property
     def warnings(self) -> list[str]:
@@ -246,7 +284,7 @@ class Certificate:
         sources = first[np.array(self.layout.readers[name])]
         if self.zero_rule == "off":
             return np.zeros(np.broadcast_shapes(rows.shape, sources.shape), dtype=bool)
-        if self.zero_rule == "while_free":
+        if self.zero_rule in ("while_free", "earlier_tasks"):
             sources = np.where(sources == NEVER, NEVER, -1)
         return sources > rows
 
@@ -258,7 +296,8 @@ class Certificate:
             raise ValueError(
                 f"These tensors of the certificate are not in the weights given: {', '.join(missing[:5])}."
             )
-        now = digest_groups(tensors, self.layout.rows, self.layout.size)
+        later = self.layout.find_later_inputs(self.first, self.zero_rule)
+        now = digest_groups(tensors, self.layout.rows, self.layout.size, later)
         nonzero = {}
         for name in self.layout.readers:
             pattern = self._zero_pattern(name)

@@ -23,14 +23,14 @@ KINDS = {
     "HAT": (HAT, {}),
     "PackNet": (PackNet, {}),
     "EWC, statistics per task": (EWC, {"batchnorm": "per_task"}),
-    "AGS-CL": (AGSCL, {}),
+    "AGS-CL": (AGSCL, {"zero_init": "earlier_tasks"}),
     "LwF": (LwF, {}),
     "GPM": (GPM, {}),
     "TRGP": (TRGP, {}),
     "WSN": (WSN, {}),
     "Frozen": (Frozen, {}),
 }
-SWITCHING = ["HAT", "PackNet", "EWC, statistics per task"]  # methods that change the model from task to task
+SWITCHING = ["HAT", "PackNet", "EWC, statistics per task", "AGS-CL"]  # methods that change the model from task to task
 TASKS = 3
 
 
@@ -166,7 +166,7 @@ def test_every_thread_views_a_task_of_its_own_where_the_model_is_not_told_the_ta
 
 
 @pytest.mark.usefixtures("hasty_threads")
-@pytest.mark.parametrize("kind", ["HAT", "PackNet"])
+@pytest.mark.parametrize("kind", ["HAT", "PackNet", "AGS-CL"])
 def test_a_thread_that_looks_at_old_tasks_does_not_disturb_another_that_learns(kind):
     found = []
     for looked_at in (False, True):
@@ -217,7 +217,7 @@ def test_views_of_interleaved_coroutines_do_not_mix(kind):
     assert torch.equal(model.out(model.body(x)), last)
 
 
-@pytest.mark.parametrize("kind", ["HAT", "PackNet"])
+@pytest.mark.parametrize("kind", ["HAT", "PackNet", "AGS-CL"])
 def test_a_part_of_the_model_called_within_a_view_runs_for_that_task(kind):
     method, model, _ = train(kind)
     x = torch.randn(8, 16)
@@ -296,6 +296,7 @@ def test_close_leaves_modules_with_dicts_of_their_own_kind(kind):
     ("kind", "place"),
     [
         ("PackNet", "trunk"),
+        ("AGS-CL", "trunk"),
         pytest.param("PackNet", "model", marks=pytest.mark.slow),
         pytest.param("HAT", "model", marks=pytest.mark.slow),
     ],
@@ -312,9 +313,10 @@ def test_a_compiled_model_shows_old_tasks_as_an_uncompiled_one_does(kind, place)
     assert all(torch.equal(one, other) for one, other in zip(outputs(None), outputs(place), strict=True))
 
 
-def test_a_trunk_compiled_as_one_graph_shows_old_tasks_of_packnet():
+@pytest.mark.parametrize("kind", ["PackNet", "AGS-CL"])
+def test_a_trunk_compiled_as_one_graph_shows_old_tasks(kind):
     torch._dynamo.reset()
-    method, model, _ = train("PackNet", lambda: torch.compile(mlp(), backend="eager", fullgraph=True))
+    method, model, _ = train(kind, lambda: torch.compile(mlp(), backend="eager", fullgraph=True))
     inner, x = model.trunk._orig_mod, torch.randn(8, 16)
     with torch.no_grad():
         for task in method.tasks:

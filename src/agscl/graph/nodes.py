@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
@@ -73,6 +74,10 @@ class Reader:
         if conv_groups > 1:
             sources = sources.repeat_interleave(len(self.weight) // conv_groups, 0)
         return sources.view(*sources.shape, *[1] * (self.weight.dim() - 2))
+
+    def reads(self, chosen: Tensor) -> Tensor:
+        """Which stored weights read the `chosen` (groups,) groups, in the shape of `source_groups`."""
+        return F.pad(chosen, (0, 1))[self.source_groups().to(chosen.device)]  # the last: no node
 
 
 @dataclass

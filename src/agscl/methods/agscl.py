@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
+from agscl.methods._parts import agscl_checks as checks
 from agscl.methods._parts.activations import measure_activations
 from agscl.methods._parts.agscl_certificate import certify_nodes
-from agscl.methods._parts.agscl_checks import check_activations, check_after_task, check_before_task, check_epoch
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
-from agscl.methods._parts.budget import BUDGET_FORMULA, BUDGET_RULE, NodePruner, check_budget, is_budget
+from agscl.methods._parts.budget import BUDGET_FORMULA, NodePruner, check_budget
 from agscl.methods._parts.capacity import Capacity, measure_capacity
 from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._parts.knowledge import Knowledge
@@ -33,7 +33,8 @@ from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_
 from agscl.methods._parts.learning_rates import LayerRates, select_rates
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
-from agscl.methods._parts.node_method import NodeMethod, NodePlan
+from agscl.methods._parts.node_method import NodePlan
+from agscl.methods._parts.node_views import NodeViews
 from agscl.methods._parts.proximal import norm_gradients, pull, shrink
 from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
 from agscl.methods._parts.reinit import choose_groups, reinitialise_, synchronise_generator
@@ -60,8 +61,9 @@ class AGSCLConfig(Settings):
     """η: what a node's importance is multiplied by from task to task; below 1 it fades, above 1 it grows."""
     prox_every: Every = "step"
     """When the proximal step runs: each epoch, each step or every so many; thresholds are scaled to match."""
-    zero_init: ZeroRule = "paper"
-    """(I.1) Weights from a free node into an important one: 0 for ever, 0 while the source is free, or left."""
+    zero_init: ZeroRule | Literal["auto"] = "auto"
+    """(I.1) Weights from a free node into an important one: 0 for ever (paper), while_free, for earlier_tasks alone, or
+    never (off). auto: earlier_tasks where a call of the model names its task and λ is inf, else paper."""
     by_layer: ByLayer = "none"
     """Whether each layer has its own μ (by the root of a node's number of weights), λ (importances of one mean)."""
     rand_init: bool | Literal["needed"] = True
@@ -81,17 +83,12 @@ class AGSCLConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.budget is None or is_budget(self.budget), f"budget is {BUDGET_RULE}, not {self.budget!r}")
-        self._require_at_least("mu", 0)
-        self._require_at_least("tau", 0)
-        self._require(self.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {self.lam}")
-        self._require(0 < self.rho <= 1, f"rho must be above 0 and at most 1, not {self.rho} (off: rand_init=False)")
-        self._require_at_least("eta", 0, above=True)
-        ablation = "prox=False adds the gradients of penalties: it takes budget=None and a finite lam"
-        self._require(self.prox or (self.budget is None and math.isfinite(self.lam)), ablation)
-        count = isinstance(self.prox_every, int) and not isinstance(self.prox_every, bool) and self.prox_every >= 1
-        self._require(count or self.prox_every in ("epoch", "step"), "prox_every is 'epoch', 'step' or a step count")
-        self._require(0 <= self.min_activity < 1, f"min_activity is at least 0 and below 1, not {self.min_activity}")
+        checks.check_settings(self)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether important nodes never move again."""
+        return self.prox and math.isinf(self.lam)
 
 
 @dataclass
@@ -139,16 +136,18 @@ class AGSCLPlan(NodePlan):
         free = knowledge.free
         rows = make_rows if config.prox else Rows
         self.free_rows, self.important_rows = rows(self.graph, free), rows(self.graph, ~free)
+        if self.method.zero_rule == "earlier_tasks":  # what they read of free nodes is trained
+            self.important_rows.leave_inputs(self.graph, free)
         self.anchors = self.important_rows.flatten_rows(knowledge.anchors)
         mu_factors, omega = scale_penalties(self.graph, knowledge.omega, free, config.by_layer)
         self.mu_factors, self.omega = mu_factors[self.free_rows.groups], omega[self.important_rows.groups]
-        self.zero_masks = ZeroMasks(self.graph, knowledge.first_task, config.zero_init)
+        self.zero_masks = ZeroMasks(self.graph, knowledge.first_task, self.method.zero_rule)
         self.pruner.build()
 
     def start(self) -> None:
         if not self.method.config.prox:
             self.start_rows = Rows(self.graph, torch.ones_like(self.method.knowledge.free)).gather()
-        check_before_task(self)
+        checks.check_before_task(self)
 
     def detach(self) -> None:
         super().detach()
@@ -188,7 +187,7 @@ class AGSCLPlan(NodePlan):
         self.pruner.end_step()
 
     def end_epoch(self) -> None:
-        check_epoch(self)
+        checks.check_epoch(self)
         if (share := self.schedule.end_epoch()) is not None:
             self._run_proximal_step(share)
         self._restore_frozen()
@@ -210,7 +209,7 @@ class AGSCLPlan(NodePlan):
         if len(free) and config.mu and config.prox:  # (7), first line: exactly 0 where ‖θ‖ ≤ αμ
             thresholds = select_rates(alpha, free) * self.mu_factors * (config.mu * share)
             free.scatter_(shrink(free.gather(), thresholds, free.members))
-        if len(important) and math.isinf(config.lam) and config.prox:
+        if len(important) and config.freezes:
             important.scatter_(self.anchors)  # also at rate 0
         elif len(important) and config.lam and config.prox:  # second line: exactly the anchor where ‖θ − anchor‖ ≤ αλΩ
             thresholds = self.omega * select_rates(alpha, important) * (config.lam * share)
@@ -219,13 +218,13 @@ class AGSCLPlan(NodePlan):
     @torch.no_grad()
     def _restore_frozen(self) -> None:
         """With λ = ∞ nothing may move important rows, whoever stepped: put them back, and the zeros."""
-        if self.method.config.prox and math.isinf(self.method.config.lam) and len(self.important_rows):
+        if self.method.config.freezes and len(self.important_rows):
             self.important_rows.scatter_(self.anchors)
             self.zero_masks.apply_()
         self.schedule.others_stepped = False
 
 
-class AGSCL(NodeMethod):
+class AGSCL(NodeViews):
     """Learn task after task without forgetting, in one network of ReLU nodes.
 
     >>> method = AGSCL(model, example_input)
@@ -271,12 +270,13 @@ class AGSCL(NodeMethod):
 
     def _init_nodes(self) -> None:
         """At the start Ω is 0 for every node."""
+        super()._init_nodes()
         knowledge = self.knowledge
         check_budget(self.graph, self.config.budget)
         knowledge.omega = torch.zeros(self.graph.size, device=self._node_device, dtype=self._node_dtype)
         knowledge.first_task = torch.full_like(knowledge.omega, NEVER, dtype=torch.int32)
         knowledge.generator.manual_seed(self.config.seed)
-        knowledge.digests = GroupDigests(self.graph)
+        knowledge.digests = GroupDigests(self.graph, self.zero_rule)
         self.reinitialised: Tensor | None = None  # (groups,) those that got fresh weights in the last end_task
         if self.config.reinit_from == "start":
             knowledge.initial_weights = [p.detach().clone() for _, p, _ in self.graph.incoming_parameters()]
@@ -293,9 +293,9 @@ class AGSCL(NodeMethod):
             batches = make_repeatable(batches)  # they are run through twice
             recompute_statistics(norms, self.model, batches, forward)
         activations = measure_activations(self.graph, batches, forward, config.importance_mode)
-        check_activations(plan, activations)
+        checks.check_activations(plan, activations)
         before = ~knowledge.free
-        changed = knowledge.digests.compare(before)
+        changed = knowledge.digests.compare(knowledge.first_task)
         if not config.prox:
             changed = find_moved_groups(self.graph, plan.start_rows, config.tau)
         omega = (config.eta * knowledge.omega + activations).to(knowledge.omega.dtype)  # (8)
@@ -305,13 +305,13 @@ class AGSCL(NodeMethod):
             inactive = find_less_active(self.graph, activations, config.min_activity) & new
             knowledge.omega[inactive], new = 0.0, new & ~inactive
         knowledge.first_task[new] = len(self.tasks) - 1
-        check_after_task(plan, activations > 0, int(before.sum()), len(knowledge.digests.unmoved))
-        if config.zero_init != "off":  # (I.1), always before (I.2)
+        checks.check_after_task(plan, activations > 0, int(before.sum()), len(knowledge.digests.unmoved))
+        if self.zero_rule != "off":  # (I.1), always before (I.2)
             zero_outgoing_(self.graph, knowledge.free, self.heads.get_head(plan.task, self.tasks))
         if config.rand_init:
             self._reinitialise_free(plan, new)  # (I.2)
         knowledge.anchors = Rows(self.graph, ~knowledge.free).gather()
-        knowledge.digests.update()
+        knowledge.digests.update(knowledge.first_task)
         knowledge.statistics = count_nodes(knowledge.free, before, changed) | {"capacity": self.capacity().summarise()}
 
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:

@@ -47,12 +47,10 @@ class EWCConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("lam", 0)
-        self._require(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, not {self.gamma}")
-        self._require(
-            isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}"
-        )
-        self._require(
+        self.require_at_least("lam", 0)
+        self.require(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, not {self.gamma}")
+        self.require(isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}")
+        self.require(
             self.mode == "eval" or self.fisher == "batched",
             "mode='train' needs fisher='batched'; gradients per sample are taken in eval mode",
         )

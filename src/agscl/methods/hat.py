@@ -63,8 +63,8 @@ class HATConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("c", 0)
-        self._require_at_least("s_max", 1, above=True)
+        self.require_at_least("c", 0)
+        self.require_at_least("s_max", 1, above=True)
 
 
 @dataclass

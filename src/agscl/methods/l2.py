@@ -21,7 +21,7 @@ class L2Config(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("lam", 0)
+        self.require_at_least("lam", 0)
 
 
 class L2Plan(WeightPlan):

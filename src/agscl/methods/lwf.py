@@ -36,8 +36,8 @@ class LwFConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("temperature", 0, above=True)
-        self._require_at_least("weight", 0)
+        self.require_at_least("temperature", 0, above=True)
+        self.require_at_least("weight", 0)
 
 
 class LwFPlan(Plan):

@@ -35,11 +35,9 @@ class MASConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("lam", 0)
-        self._require(
-            isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}"
-        )
-        self._require(
+        self.require_at_least("lam", 0)
+        self.require(isinstance(self.batch, int) and self.batch >= 1, f"batch is a number of samples, not {self.batch}")
+        self.require(
             self.mode == "eval" or self.batch > 1,
             "mode='train' needs mini-batches (batch=20); gradients per sample are taken in eval mode",
         )

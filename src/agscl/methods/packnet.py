@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,10 +18,10 @@ from torch.optim import Optimizer
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 from agscl.methods._parts.frozen_parts import FixedWeightsKnowledge, FixedWeightsMethod, FixedWeightsPlan
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.task_views import TaskViews, UsedWeight
 
 __all__ = ["PackNet", "PackNetConfig"]
 
@@ -45,7 +44,7 @@ class PackNetConfig(Settings):
         super().__post_init__()
         for name in ("share", "prune_at"):
             value = getattr(self, name)
-            self._require(0 < value < 1, f"{name} must be above 0 and below 1, not {value}")
+            self.require(0 < value < 1, f"{name} must be above 0 and below 1, not {value}")
 
 
 @dataclass
@@ -145,7 +144,7 @@ class PackNetPlan(FixedWeightsPlan):
         self.version += 1
 
 
-class PackNet(FixedWeightsMethod):
+class PackNet(TaskViews, FixedWeightsMethod):
     """Every weight belongs to one task, and a task is seen through its own weights and those of earlier tasks.
 
     >>> method = PackNet(model, share=0.5, prune_at=2 / 3)
@@ -174,11 +173,7 @@ class PackNet(FixedWeightsMethod):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._packed: list[PackedWeight] = []
-        self._viewing, self._pass = View(), View()  # the weights within `viewing`, and of a forward pass under way
-        self._handles = (
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.model.register_forward_hook(self._after_forward, always_call=True),
-        )
+        self.start_views()
 
     @property
     def end_epoch_capturable(self) -> bool:
@@ -232,44 +227,18 @@ class PackNet(FixedWeightsMethod):
 
     # Looking at a task -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def viewing(self, task: str) -> Iterator[None]:
-        with super().viewing(task):
-            self._show_task(self._viewing, task)
-            try:
-                yield
-            finally:
-                self._viewing.clear()
-        if (outer := self._viewed_task) is not None:
-            self._show_task(self._viewing, outer)
+    def list_viewed_weights(self) -> Iterator[UsedWeight]:
+        for module, key, _, parameter in self._packed:
+            yield module, key, parameter
 
-    def _show_task(self, view: View, task: str | None) -> None:
-        """Let this thread read the weights of `task` and of earlier ones, and 0 in place of all others.
-
-        The newest task needs no mask: what it does not use is zero already, or in training.
-        """
-        weights = self.packed_parameters()
-        if task is not None and task != self.tasks[-1]:
-            number, owners = self.tasks.index(task) + 1, self.knowledge.owner
-            visible = {name: (owners[name] != FREE) & (owners[name] <= number) for name in weights}
-            masked = {name: weight.detach().masked_fill(~visible[name], 0.0) for name, weight in weights.items()}
-            weights = {name: nn.Parameter(weight, requires_grad=False) for name, weight in masked.items()}
-        elif not self._viewing.is_shown:
-            weights = {}
-        places = (packed for packed in self._packed if packed.name in weights)
-        view.show({make_key(module, "_parameters", key): weights[name] for module, key, name, _ in places})
-
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._show_task(self._pass, self.task_of_call(args, kwargs))
-
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._pass.clear()
-
-    def close(self) -> None:
-        super().close()
-        restore_plain_dicts(packed.module for packed in self._packed)
-        for handle in self._handles:
-            handle.remove()
+    def hide_later_weights(self, number: int) -> Iterator[UsedWeight]:
+        masked = {}
+        for name, weight in self.packed_parameters().items():
+            owner = self.knowledge.owner[name]
+            hidden = (owner == FREE) | (owner > number + 1)
+            masked[name] = nn.Parameter(weight.detach().masked_fill(hidden, 0.0), requires_grad=False)
+        for module, key, name, _ in self._packed:
+            yield module, key, masked[name]
 
     # What it reports, saving -----------------------------------------------------------------------------------------
 

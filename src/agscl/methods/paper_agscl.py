@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from agscl.methods._parts.proximal_schedule import Every
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.zero_masks import ZeroRule
 from agscl.methods.agscl import AGSCL, AGSCLConfig
 
 __all__ = ["PaperAGSCL", "PaperAGSCLConfig"]
@@ -27,6 +28,9 @@ class PaperAGSCLConfig(AGSCLConfig):
     """ρ: share of each layer's free nodes that get fresh weights after a task."""
     prox_every: Every = "epoch"
     """When the proximal step runs: each epoch, each step or every so many; thresholds are scaled to match."""
+    zero_init: ZeroRule | Literal["auto"] = "paper"
+    """(I.1) Weights from a free node into an important one: 0 for ever (paper), while_free, for earlier_tasks alone, or
+    never (off)."""
 
 
 class PaperAGSCL(AGSCL):

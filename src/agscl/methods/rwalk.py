@@ -42,9 +42,9 @@ class RWalkConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("lam", 0)
-        self._require_at_least("eps", 0, above=True)
-        self._require(0 < self.alpha <= 1, f"alpha must be above 0 and at most 1, not {self.alpha}")
+        self.require_at_least("lam", 0)
+        self.require_at_least("eps", 0, above=True)
+        self.require(0 < self.alpha <= 1, f"alpha must be above 0 and at most 1, not {self.alpha}")
 
 
 @dataclass

@@ -36,8 +36,8 @@ class SIConfig(WeightConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_at_least("c", 0)
-        self._require_at_least("xi", 0, above=True)
+        self.require_at_least("c", 0)
+        self.require_at_least("xi", 0, above=True)
 
 
 class SIPlan(PathPlan):

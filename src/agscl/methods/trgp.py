@@ -54,8 +54,8 @@ class TRGPConfig(SubspaceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 <= self.trust <= 1, f"trust must be from 0 to 1, not {self.trust}")
-        self._require(
+        self.require(0 <= self.trust <= 1, f"trust must be from 0 to 1, not {self.trust}")
+        self.require(
             isinstance(self.related, int) and self.related >= 0, f"related is a number of tasks, not {self.related}"
         )
 

@@ -43,7 +43,7 @@ class WSNConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 < self.c < 1, f"c must be above 0 and below 1, not {self.c}")
+        self.require(0 < self.c < 1, f"c must be above 0 and below 1, not {self.c}")
 
 
 @dataclass

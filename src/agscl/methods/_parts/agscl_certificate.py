@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from agscl.graph.probing import LAYERS
@@ -20,7 +19,7 @@ def certify_nodes(method: AGSCL) -> dict[str, Any]:
     config, knowledge, graph = method.config, method.knowledge, method.graph
     assert knowledge.digests is not None
     claims = knowledge.digests.describe_groups(knowledge.first_task)
-    frozen_for_good = math.isinf(config.lam) and config.prox
+    frozen_for_good = config.freezes
     uncovered = _find_uncovered(method)
     notes = [] if frozen_for_good else uncovered
     notes += [f"the weights of {name} (excluded) are outside the digests" for name in graph.exclude]
@@ -31,7 +30,7 @@ def certify_nodes(method: AGSCL) -> dict[str, Any]:
     return {
         "kind": "guaranteed" if guaranteed else "held",
         "frozen_for_good": frozen_for_good,
-        "zero_rule": config.zero_init,
+        "zero_rule": method.zero_rule,
         "notes": notes,
         "uncovered": uncovered if frozen_for_good else [],
         **claims,
@@ -40,7 +39,7 @@ def certify_nodes(method: AGSCL) -> dict[str, Any]:
 
 def _find_uncovered(method: AGSCL) -> list[str]:
     """The ways in which later tasks may reach outputs of old ones, a clause each."""
-    graph, rule = method.graph, method.config.zero_init
+    graph, rule = method.graph, method.zero_rule
     uncovered = []
     if rule == "off":
         uncovered.append("with zero_init='off' free nodes reach important ones and old heads")

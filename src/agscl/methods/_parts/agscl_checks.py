@@ -9,17 +9,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from agscl.methods._parts.budget import BUDGET_RULE, is_budget
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 from agscl.methods._parts.proximal import group_norms
 
 if TYPE_CHECKING:
-    from agscl.methods.agscl import AGSCLPlan
+    from agscl.methods.agscl import AGSCLConfig, AGSCLPlan
 
-__all__ = ["check_activations", "check_after_task", "check_before_task", "check_epoch"]
+__all__ = ["check_activations", "check_after_task", "check_before_task", "check_epoch", "check_settings"]
 
 LATE_SHARE = 0.02
 """Pruning a larger share of all nodes than this when a task ends is worth a warning."""
 _USE_BUDGET = "A budget needs no tuning: AGSCL(model, example_input)"
+
+
+def check_settings(config: AGSCLConfig) -> None:
+    """Refuse settings out of range, or that do not go together."""
+    require, at_least = config.require, config.require_at_least
+    require(config.budget is None or is_budget(config.budget), f"budget is {BUDGET_RULE}, not {config.budget!r}")
+    at_least("mu", 0)
+    at_least("tau", 0)
+    require(config.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {config.lam}")
+    require(0 < config.rho <= 1, f"rho must be above 0 and at most 1, not {config.rho} (off: rand_init=False)")
+    at_least("eta", 0, above=True)
+    ablation = "prox=False adds the gradients of penalties: it takes budget=None and a finite lam"
+    require(config.prox or (config.budget is None and math.isfinite(config.lam)), ablation)
+    count = isinstance(config.prox_every, int) and not isinstance(config.prox_every, bool) and config.prox_every >= 1
+    require(count or config.prox_every in ("epoch", "step"), "prox_every is 'epoch', 'step' or a step count")
+    require(config.zero_init != "earlier_tasks" or config.freezes, "zero_init='earlier_tasks' needs lam=math.inf")
+    require(0 <= config.min_activity < 1, f"min_activity is at least 0 and below 1, not {config.min_activity}")
 
 
 def check_before_task(plan: AGSCLPlan) -> None:

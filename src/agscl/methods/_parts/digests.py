@@ -22,8 +22,8 @@ class GroupDigests:
 
     saved: ClassVar[tuple[str, ...]] = ("weights", "rows", "unmoved", "moved")
 
-    def __init__(self, graph: NodeGraph) -> None:
-        self.model = graph.model
+    def __init__(self, graph: NodeGraph, zero_rule: str) -> None:
+        self.model, self.zero_rule = graph.model, zero_rule
         self.layout = Layout(
             size=graph.size,
             parameters={name: groups.tolist() for name, _, groups in graph.incoming_parameters()},
@@ -40,27 +40,29 @@ class GroupDigests:
         )
         self.unmoved: list[int] = []  # groups important before the last task that it left unchanged
         self.moved: list[int] = []  # and those that it changed
-        self.update()
+        self.update(torch.full((graph.size,), NEVER))
 
-    def update(self) -> None:
+    def update(self, first_task: Tensor) -> None:
         """Digest the weights, and the weights with BatchNorm statistics, to compare with when the next task ends."""
-        self.weights, self.rows = self._compute()
+        self.weights, self.rows = self._compute(first_task)
 
-    def compare(self, important: Tensor) -> Tensor:
+    def compare(self, first_task: Tensor) -> Tensor:
         """(groups,) whether a group's weights changed since `update`; also sets `moved` and `unmoved`."""
-        weights, rows = self._compute()
+        weights, rows = self._compute(first_task)
+        important = (first_task != NEVER).cpu()
         same = torch.tensor([old == new for old, new in zip(self.rows, rows, strict=True)])
-        self.unmoved = (important.cpu() & same).nonzero().flatten().tolist()
-        self.moved = (important.cpu() & ~same).nonzero().flatten().tolist()
+        self.unmoved = (important & same).nonzero().flatten().tolist()
+        self.moved = (important & ~same).nonzero().flatten().tolist()
         return torch.tensor([old != new for old, new in zip(self.weights, weights, strict=True)])
 
-    def _compute(self) -> tuple[list[str], list[str]]:
+    def _compute(self, first_task: Tensor) -> tuple[list[str], list[str]]:
         layout = self.layout
+        later = layout.find_later_inputs(first_task.tolist(), self.zero_rule)
         modules = dict.fromkeys(name.rpartition(".")[0] for name in layout.rows)
         states = {name: self.model.get_submodule(name).state_dict() for name in modules}
         tensors = {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
-        weights = digest_groups(tensors, layout.parameters, layout.size)
-        return weights, digest_groups(tensors, layout.rows, layout.size) if layout.statistics else weights
+        weights = digest_groups(tensors, layout.parameters, layout.size, later)
+        return weights, digest_groups(tensors, layout.rows, layout.size, later) if layout.statistics else weights
 
     @property
     def bytes(self) -> int:
@@ -72,7 +74,7 @@ class GroupDigests:
         The live weights are compared with those that the last task ended with.
         """
         first = first_task.tolist()
-        _, live = self._compute()
+        _, live = self._compute(first_task)
         changed = [g for g, task in enumerate(first) if task != NEVER and live[g] != self.rows[g]]
         return {
             "layout": self.layout,

@@ -25,15 +25,15 @@ class Settings:
         if wrong := find_wrong_type(self):
             self._refuse(wrong)
 
-    def _require(self, is_valid: bool, rule: str) -> None:
+    def require(self, is_valid: bool, rule: str) -> None:
         if not is_valid:
             self._refuse(rule)
 
-    def _require_at_least(self, name: str, minimum: float, *, above: bool = False) -> None:
+    def require_at_least(self, name: str, minimum: float, *, above: bool = False) -> None:
         value = getattr(self, name)
         is_valid = math.isfinite(value) and (value > minimum if above else value >= minimum)
         rule = f"above {minimum:g}" if above else f"of at least {minimum:g}"
-        self._require(is_valid, f"{name} must be a finite number {rule}, not {value}")
+        self.require(is_valid, f"{name} must be a finite number {rule}, not {value}")
 
     def _refuse(self, rule: str) -> None:
         raise ValueError(f"{type(self).__name__.removesuffix('Config')}: {rule}.")

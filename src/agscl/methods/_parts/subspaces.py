@@ -52,9 +52,9 @@ class SubspaceConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(0 < self.threshold <= 1, f"threshold must be above 0 and at most 1, not {self.threshold}")
-        self._require(0 <= self.increase < 1, f"increase must be at least 0 and below 1, not {self.increase}")
-        self._require(self.samples >= 1, f"samples must be at least 1, not {self.samples}")
+        self.require(0 < self.threshold <= 1, f"threshold must be above 0 and at most 1, not {self.threshold}")
+        self.require(0 <= self.increase < 1, f"increase must be at least 0 and below 1, not {self.increase}")
+        self.require(self.samples >= 1, f"samples must be at least 1, not {self.samples}")
 
 
 @dataclass

@@ -11,23 +11,23 @@ from agscl.certificate import NEVER
 from agscl.graph.nodes import NodeGraph
 from agscl.system.bitwise import as_bits, mask_bits_
 
-__all__ = ["ZeroMasks", "zero_outgoing_"]
+__all__ = ["ZeroMasks", "ZeroRule", "zero_outgoing_"]
 
-ZeroRule = Literal["paper", "while_free", "off"]
+ZeroRule = Literal["earlier_tasks", "paper", "while_free", "off"]
 
 
 class ZeroMasks:
     """Per node layer, the weights whose source node became important later than the node of their row.
 
     `rule` "paper" compares the tasks in which the two became important; "while_free" masks only sources that are still
-    free; "off" masks nothing. One mask per weight is made here and dropped with the plan; between tasks one integer
-    per group, `first_task`, decides.
+    free; "off" masks nothing, nor does "earlier_tasks", of which see `node_views`. One mask per weight is made here and
+    dropped with the plan; between tasks one integer per group, `first_task`, decides.
     """
 
     def __init__(self, graph: NodeGraph, first_task: Tensor, rule: ZeroRule) -> None:
         self._masks: list[tuple[nn.Parameter, Tensor]] = []
         self._kept_bits: list[Tensor] = []  # on a GPU: 1 where a weight is kept, in an integer dtype of its size
-        if rule == "off":
+        if rule in ("off", "earlier_tasks"):
             return
         first = torch.cat([first_task, first_task.new_tensor([-1])])  # -1: the column reads no node
         sources = first if rule == "paper" else torch.where(first == NEVER, NEVER, -1)
@@ -59,8 +59,7 @@ def uses_bits(tensor: Tensor) -> bool:
 def zero_outgoing_(graph: NodeGraph, free: Tensor, head: nn.Module) -> None:
     """Set to 0 the weights with which later layers, and this task's head, read the `free` (groups,) groups."""
     in_head = {id(module) for module in head.modules()}
-    free = torch.cat([free, torch.zeros_like(free[:1])])  # the last: columns that read no node
     for name, reader in graph.readers.items():
         excluded = not reader.is_head and name not in graph.layers
         if name in graph.layers or id(reader.module) in in_head or (excluded and graph.excluded == "train"):
-            reader.weight.masked_fill_(free[reader.source_groups().to(free.device)], 0.0)
+            reader.weight.masked_fill_(reader.reads(free), 0.0)

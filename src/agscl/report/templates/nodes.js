@@ -157,10 +157,10 @@ window.startNodeMap = function (nodes, color) {
   }
 
   // What a node reads and who reads it ------------------------------------------------------------------------------
-  // The rule of zeros: an important node reads no node of a later task, as the certificate says.
+  // The rule of zeros, as the certificate has it: which nodes an important node reads once the chosen task is learned.
   function readsAt(node, source) {
     if (nodes.zero_rule === "off" || first[node] > task) return true;
-    if (nodes.zero_rule === "while_free") return first[source] <= task;
+    if (nodes.zero_rule === "while_free" || nodes.zero_rule === "earlier_tasks") return first[source] <= task;
     return first[source] <= first[node];
   }
   function neighbours(node) {
