@@ -80,7 +80,7 @@ def test_a_task_takes_hardly_more_work_for_every_task_learned_before(cls):
 
 @pytest.mark.parametrize("outputs", [2, {"actor": 3, "critic": 1}])
 def test_a_certificate_runs_the_trunk_once_for_all_linear_heads_with_the_same_bits(outputs):
-    model, method = learn_tasks(EWC, lambda: outputs)
+    model, method = learn_tasks(SI, lambda: outputs)
     model.eval()
     calls = []
     with model.trunk.register_forward_hook(lambda *_: calls.append(1)), torch.no_grad():
