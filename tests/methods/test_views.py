@@ -6,6 +6,7 @@ import asyncio
 import copy
 import sys
 import threading
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -290,6 +291,21 @@ def test_close_leaves_modules_with_dicts_of_their_own_kind(kind):
     for module in model.modules():
         assert type(module._parameters) is type(nn.Linear(1, 1)._parameters)
         assert type(module._buffers) is type(nn.Linear(1, 1)._buffers)
+
+
+@pytest.mark.parametrize("kind", [*SWITCHING, "WSN", "TRGP", "Frozen"])
+def test_close_warns_where_tasks_no_longer_run_as_they_were_learned(kind):
+    method, model, _ = train(kind, trunk=mlp)
+    x = torch.randn(8, 16)
+    model.eval()
+    with torch.no_grad():
+        before = [model(x, task) for task in method.tasks]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            method.close()
+        warned = any("Keep the method as long as the model is used" in str(one.message) for one in caught)
+        after = [model(x, task) for task in method.tasks]
+        assert warned != same(dict(enumerate(before)), dict(enumerate(after)))
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,10 @@ def test_a_click_says_what_a_node_reads_who_reads_it_and_its_importance(browser,
     layer = history.layers[1]
     ordered = sorted(range(len(layer.groups)), key=lambda number: (history.first[layer.groups[number]], number))
     assert f"Node {ordered[0]} of {layer.name}" in words
-    readable = int((history.first[history.layers[0].groups] == 0).sum())
+    sources = history.first[history.layers[0].groups]
+    readable, later = int((sources < 5).sum()), int(((sources > 0) & (sources < 5)).sum())
     assert f"Reads {readable} of the 50 nodes of {history.layers[0].name}" in words
+    assert f"It learned to read {later} of them later; tasks before those do not see that." in words
     assert f"its weights from the other {50 - readable} are exactly 0" in words
     assert f"of the 50 nodes of {history.layers[2].name}" in words
     assert browser.run("document.querySelectorAll('#node .bars i').length") == 5
@@ -122,7 +124,7 @@ def test_what_the_map_says_of_zeros_is_so_in_the_weights(browser, pages, digits)
     matrix = weights[f"{reader.name}.weight"]
     for number, group in enumerate(reader.groups):
         if history.first[group] < 5:
-            unread = history.first[source.groups] > history.first[group]
+            unread = history.first[source.groups] >= 5  # of tasks to come
             assert (matrix[number][unread] == 0).all()
 
 

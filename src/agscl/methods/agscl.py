@@ -1,8 +1,8 @@
 """AGS-CL: node-importance based adaptive group sparse regularisation (Jung, Ahn, Cha, Moon; NeurIPS 2020).
 
 Nodes are free (never yet useful) or important. While a task is learned, free nodes are pruned down to a budget, or, in
-the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly; weights from
-a later node into an earlier one are zero. When it ends, active nodes become important, and free ones get fresh weights.
+the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly. Weights from
+later to earlier nodes are hidden from earlier tasks, or zero. In the end active nodes become important, others fresh.
 
 The file follows section 3 of the paper; numbers in brackets are its equations. The budget is in `_parts.budget`.
 """
@@ -62,8 +62,8 @@ class AGSCLConfig(Settings):
     prox_every: Every = "step"
     """When the proximal step runs: each epoch, each step or every so many; thresholds are scaled to match."""
     zero_init: ZeroRule | Literal["auto"] = "auto"
-    """(I.1) Weights from a free node into an important one: 0 for ever (paper), while_free, for earlier_tasks alone, or
-    never (off). auto: earlier_tasks where a call of the model names its task and λ is inf, else paper."""
+    """(I.1) Weights from a later node into an earlier one: 0 for good (paper) or while_free, hidden from earlier_tasks,
+    or left (off). auto: earlier_tasks where a call of the model names its task and λ is inf, else paper."""
     by_layer: ByLayer = "none"
     """Whether each layer has its own μ (by the root of a node's number of weights), λ (importances of one mean)."""
     rand_init: bool | Literal["needed"] = True
@@ -174,7 +174,7 @@ class AGSCLPlan(NodePlan):
     # Learning with proximal gradient descent (3) to (7) --------------------------------------------------------------
 
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        """After every step (4): weights from a later node into an earlier one are 0 (I.1)."""
+        """After every step (4): weights from a later node into an earlier one are 0 (I.1), if that is the rule."""
         self.zero_masks.apply_()
 
     def proximal_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None:

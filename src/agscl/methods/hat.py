@@ -509,6 +509,10 @@ class HAT(NodeMethod):
     def _check_group_count(self, state: Mapping[str, Any]) -> None:
         self._require_group_count(len(state["used"]))
 
+    @property
+    def tasks_need_method(self) -> bool:
+        return bool(self.tasks)
+
     def close(self) -> None:
         super().close()
         for handle in itertools.chain(self._model_hooks, *self._gate_hooks.values()):

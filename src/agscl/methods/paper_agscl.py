@@ -29,8 +29,8 @@ class PaperAGSCLConfig(AGSCLConfig):
     prox_every: Every = "epoch"
     """When the proximal step runs: each epoch, each step or every so many; thresholds are scaled to match."""
     zero_init: ZeroRule | Literal["auto"] = "paper"
-    """(I.1) Weights from a free node into an important one: 0 for ever (paper), while_free, for earlier_tasks alone, or
-    never (off)."""
+    """(I.1) Weights from a later node into an earlier one: 0 for good (paper) or while_free, hidden from earlier_tasks,
+    or left (off)."""
 
 
 class PaperAGSCL(AGSCL):

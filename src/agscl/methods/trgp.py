@@ -371,6 +371,10 @@ class TRGP(SubspaceMethod):
         super()._load_knowledge(state, task)
         self.hook_layers()
 
+    @property
+    def tasks_need_method(self) -> bool:
+        return len(self.tasks) > 1
+
     def close(self) -> None:
         super().close()
         for handle in (*self._model_hooks, *(handle for handles in self._layer_hooks.values() for handle in handles)):

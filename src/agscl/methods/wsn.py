@@ -288,6 +288,10 @@ class WSN(FixedWeightsMethod):
         finally:
             _SHOWN.reset(token)
 
+    @property
+    def tasks_need_method(self) -> bool:
+        return bool(self.tasks)
+
     def close(self) -> None:
         super().close()
         self._restore_forwards()

@@ -124,6 +124,11 @@ class Method:
         """Counts up when what a step does has changed, so that a captured step must be captured again."""
         return 0 if self.plan is None else self.plan.version
 
+    @property
+    def tasks_need_method(self) -> bool:
+        """Whether the model runs tasks as they were learned only with this method: it shows each another model."""
+        return False
+
     # Called by the loop ----------------------------------------------------------------------------------------------
 
     def begin_task(
@@ -301,6 +306,12 @@ class Method:
 
     def close(self) -> None:
         """Remove all hooks and undo all changes to the model but those of its weights."""
+        if self.tasks_need_method:
+            self.warn_once(
+                "closed",
+                f"{type(self).__name__}.close(): without the method the model no longer runs all tasks as they were "
+                "learned. Keep the method as long as the model is used.",
+            )
         self._drop_plan()
         _LEARNED.get(self.model, set()).difference_update(self.tasks)
 

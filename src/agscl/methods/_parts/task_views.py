@@ -26,11 +26,17 @@ class TaskViews(Method):
     _handles: tuple[Any, ...] = ()
 
     def start_views(self) -> None:
+        for module, key, _ in self.list_viewed_weights():  # now, as what was compiled before would be compiled anew
+            make_key(module, "_parameters", key)
         self._viewing, self._pass = View(), View()  # the weights within `viewing`, and of a forward pass under way
         self._handles = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
         )
+
+    @property
+    def tasks_need_method(self) -> bool:
+        return bool(self._handles) and len(self.tasks) > 1
 
     def list_viewed_weights(self) -> Iterable[UsedWeight]:
         """The weights of which tasks may see different parts, wherever they are used."""

@@ -242,6 +242,8 @@ window.startNodeMap = function (nodes, color) {
       const rest = other.size - found.length;
       const zero = rest && since <= task ? `; its weights from the other ${number(rest)} are exactly 0` : "";
       add(box, "p", `Reads ${number(found.length)} of the ${number(other.size)} nodes of ${other.name}${zero}.`);
+      const later = nodes.zero_rule === "earlier_tasks" && since <= task ? found.filter((source) => first[source] > since).length : 0;
+      if (later) add(box, "p", `It learned to read ${number(later)} of them later; tasks before those do not see that.`);
     }
     for (const { layer: other, found } of readers) {
       add(box, "p", `Read by ${number(found.length)} of the ${number(other.size)} nodes of ${other.name}.`);
