@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import EWC, Certificate, FineTune, MultiHead, PaperAGSCL, Together
+from agscl import AGSCL, EWC, Certificate, FineTune, MultiHead, PaperAGSCL, Together
 from agscl.certificate import NEVER, ProbeOutputs, digest_groups, verify
 from loops import adam, bits, learn, make, mlp
 
@@ -321,7 +321,27 @@ def test_what_is_recorded_of_outputs_stays_small():
     method, _, _ = chain(tasks=1, **GOOD)
     for _ in range(10):
         method.certificate(torch.randn(4, 16))
-    assert len(method.knowledge.output_digests) == 4
+    assert len(method.knowledge.given_output_digests) == 4
+
+
+def test_probes_given_to_certificates_do_not_displace_the_methods_own():
+    method, _, _ = chain(tasks=2, **GOOD)
+    for _ in range(10):
+        method.certificate(torch.randn(4, 16))
+    method.model.trunk[3] = nn.Hardtanh(0, 0.3)
+    assert method.certificate().changed_outputs == ["t0", "t1"]
+
+
+def test_a_weight_that_had_to_be_zero_and_is_not_is_said_at_once():
+    method, _, _ = chain(tasks=2, cls=AGSCL, zero_init="paper")
+    free, reader = method.free, method.graph.readers["trunk.2"]
+    important = (~free[method.graph.layers["trunk.2"].groups]).nonzero()[0]
+    with torch.no_grad():
+        method.model.trunk[2].weight[important, free[reader.sources].nonzero()[0]] = 5.0
+    certificate = method.certificate()
+    assert certificate.kind == "held"
+    assert "the weights of 1 of 51 important nodes changed after end_task" in str(certificate)
+    assert "exactly 0" not in str(certificate)
 
 
 # What limits a guarantee

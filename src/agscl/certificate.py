@@ -253,9 +253,8 @@ class Certificate:
     @property
     def guarantees_outputs(self) -> bool:
         """Whether outputs of the tasks learned so far can never change."""
-        excluded = any("outputs that depend on it are not covered" in note for note in self.notes)  # in older files
-        covers = self.zero_rule in ("paper", "earlier_tasks")
-        return self.kind == "guaranteed" and covers and not (self.uncovered or excluded)
+        covers = self.zero_rule in ("paper", "earlier_tasks") and not self.uncovered
+        return self.kind == "guaranteed" and covers and not self.moved
 
     @property
     def warnings(self) -> list[str]:
@@ -282,9 +281,9 @@ class Certificate:
         first = np.array([*self.first, -1])  # -1: reads no node
         rows = first[np.array(self.layout.parameters[name])][:, None]
         sources = first[np.array(self.layout.readers[name])]
-        if self.zero_rule == "off":
+        if self.zero_rule in ("off", "earlier_tasks"):
             return np.zeros(np.broadcast_shapes(rows.shape, sources.shape), dtype=bool)
-        if self.zero_rule in ("while_free", "earlier_tasks"):
+        if self.zero_rule == "while_free":
             sources = np.where(sources == NEVER, NEVER, -1)
         return sources > rows
 
@@ -316,17 +315,22 @@ class Certificate:
 
     def __str__(self) -> str:
         before = len(self.held) + len(self.moved)
-        nodes = (
-            f"{len(self.held)} of {before} important nodes kept every bit" if before else "no node was important before"
-        )
+        nodes = f"{len(self.held)} of {before} important nodes kept every bit"
         if before and not self.held:
             nodes = f"none of {before} important nodes is unchanged"
-        zeros = "" if self.moved_after_task else f"{self.zeros()} weights into important nodes are exactly 0, "
+        if not before:
+            nodes = f"{len(self.important)} nodes are important from now on"
+        zeros = f"{self.zeros()} weights into important nodes are exactly 0, "
+        if self.zero_rule == "earlier_tasks":
+            zeros = "each task sees the nodes of later ones as 0, "
+        if self.moved_after_task or not self.layout.size:
+            zeros = ""
         kind = "guaranteed for good" if self.kind == "guaranteed" else "in this task; a later one may change them"
         if self.kind == "guaranteed" and self.moved:
             kind = "GUARANTEE BROKEN"
         kind = f" ({kind})" if before and (self.held or self.kind == "guaranteed") else ""
-        heads = f"{max(0, len(self.heads) - 1 - len(self.moved_heads))} earlier heads unchanged"
+        unchanged = max(0, len(self.heads) - 1 - len(self.moved_heads))
+        heads = f"{unchanged} earlier head{'s' * (unchanged != 1)} unchanged" if self.index else "no earlier head"
         heads += f", CHANGED: the heads of {', '.join(self.moved_heads)}" if self.moved_heads else ""
         leads = self.frozen_for_good or self.moved_after_task or self.uncovered
         warning = f"NOT GUARANTEED: {'; '.join(self.warnings)}; " if self.warnings and leads else ""
@@ -389,7 +393,8 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
             for group in certificate.important:
                 if later.first[group] != certificate.first[group]:
                     failed.append(
-                        f"node {group} is no longer said to be important since task {certificate.first[group]}"
+                        f"node {group} became important in task {certificate.first[group] + 1}, says the certificate "
+                        f"of {certificate.task!r}; that of {later.task!r} says otherwise"
                     )
                 elif later.digests[group] != before.digests[group]:
                     drifted[later.task] = drifted.get(later.task, 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import count
 from typing import Any
@@ -329,15 +330,21 @@ class Heads:
     @property
     def task_position(self) -> int | None:
         """Which argument of the model's forward pass is the task: the one of that name, or the second if required."""
+        parameter = self._find_task_parameter()
+        return None if parameter is None else parameter[0]
+
+    def _find_task_parameter(self) -> tuple[int, str] | None:
+        """Its position and name."""
         if type(self.model).forward is MultiHead.forward and "forward" not in vars(self.model):
-            return 1  # an old task is asked for often, and signatures take long
+            return 1, "task"  # an old task is asked for often, and signatures take long
         parameters = list(inspect.signature(self.model.forward).parameters.values())
         for position, parameter in enumerate(parameters):
             if parameter.name == "task":
-                return position
+                return position, "task"
         second = parameters[1] if len(parameters) > 1 else None
-        required = second is not None and second.kind is second.POSITIONAL_OR_KEYWORD and second.default is second.empty
-        return 1 if required else None
+        if second is None or second.kind is not second.POSITIONAL_OR_KEYWORD or second.default is not second.empty:
+            return None
+        return 1, second.name
 
     @property
     def takes_task(self) -> bool:
@@ -387,10 +394,15 @@ class Heads:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: Callable[[], str | None]
     ) -> str | None:
         """The task, one of `tasks`, that a call of the model is for: `default()` where it names none."""
-        position = self.task_position
-        argument = args[position] if position is not None and position < len(args) else kwargs.get("task")
+        position, name = self._find_task_parameter() or (len(args), "task")
+        argument: Any = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(argument, str):
             return argument if argument in tasks else None
-        if self.is_list and isinstance(argument, int) and 0 <= argument < len(tasks):
-            return tasks[argument]
-        return default()
+        try:
+            number = operator.index(argument)  # an int, also of numpy or torch
+        except TypeError:
+            return default()
+        if self.is_list:
+            number += len(self._container) if number < 0 else 0  # type: ignore[arg-type]
+            return tasks[number] if 0 <= number < len(tasks) else None
+        return str(number) if str(number) in tasks else default()

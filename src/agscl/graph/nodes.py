@@ -30,6 +30,16 @@ from agscl.system.describe import describe_value
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
 
 
+def read_own_weight(name: str, module: nn.Module) -> nn.Parameter:
+    """The module's own weight, also where this thread looks at a task that sees another in its place."""
+    if "weight" not in module._parameters:
+        raise RuntimeError(
+            f"The weight of {name} is computed now, by a parametrization or pruning of torch that came after the node "
+            "graph. Make it a plain parameter again (parametrize.remove_parametrizations, prune.remove)."
+        )
+    return dict.__getitem__(module._parameters, "weight")  # type: ignore[return-value]
+
+
 @dataclass
 class NodeLayer:
     """A trained linear or convolutional layer: one node per output unit or channel."""
@@ -44,7 +54,7 @@ class NodeLayer:
 
     @property
     def weight(self) -> nn.Parameter:
-        return self.module.get_parameter("weight")
+        return read_own_weight(self.name, self.module)
 
 
 @dataclass
@@ -65,7 +75,7 @@ class Reader:
 
     @property
     def weight(self) -> nn.Parameter:
-        return self.module.get_parameter("weight")
+        return read_own_weight(self.name, self.module)
 
     def source_groups(self) -> Tensor:
         """The group that each stored weight reads, shaped to broadcast against the weight: (rows or 1, columns, 1…)."""

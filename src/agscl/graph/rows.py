@@ -43,15 +43,15 @@ class Rows:
         members[owner[order], rank] = order
         device = self.parameters[0].device if self.parameters else None
         self.members, self.groups = members.to(device), self.groups.to(device)
-        self._left: list[Tensor | None] = [None] * len(self.parameters)
+        self._skipped: list[Tensor | None] = [None] * len(self.parameters)
 
-    def leave_inputs(self, graph: NodeGraph, sources: Tensor) -> None:
+    def skip_inputs_from(self, graph: NodeGraph, sources: Tensor) -> None:
         """From now on let `scatter_` leave the weights alone that read the `sources` (groups,)."""
         weights = {id(layer.weight): name for name, layer in graph.layers.items() if name in graph.readers}
         for number, (parameter, index) in enumerate(zip(self.parameters, self.index, strict=True)):
             if (name := weights.get(id(parameter))) is not None:
                 left = graph.readers[name].reads(sources).to(parameter.device).expand_as(parameter)[index]
-                self._left[number] = left if bool(left.any()) else None
+                self._skipped[number] = left if bool(left.any()) else None
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -70,7 +70,7 @@ class Rows:
     @torch.no_grad()
     def scatter_(self, rows: Sequence[Tensor]) -> None:
         """Write rows back, except into parameters that the user has frozen."""
-        for parameter, index, new, left in zip(self.parameters, self.index, rows, self._left, strict=True):
+        for parameter, index, new, left in zip(self.parameters, self.index, rows, self._skipped, strict=True):
             if parameter.requires_grad:
                 new = new if left is None else torch.where(left, parameter.index_select(0, index), new)
                 parameter.index_copy_(0, index, new)
@@ -103,7 +103,7 @@ class FlatRows(Rows):
             positions.append(((offset + index * width)[:, None] + torch.arange(width, device=index.device)).flatten())
             offset += parameter.numel()
         self._positions = torch.cat(positions)
-        self._left = rows._left
+        self._skipped = rows._skipped
         self._written: Tensor | None = None  # which numbers `scatter_` writes, if not all
         row_widths = torch.cat([*widths, torch.zeros(1, dtype=torch.long)])  # 0: padding
         row_starts = row_widths.cumsum(0) - row_widths
@@ -123,9 +123,9 @@ class FlatRows(Rows):
         dense = all(parameter.is_contiguous() or _is_channels_last(parameter) for parameter in parameters)
         return alike and dense and len(rows) * total_width <= cls.MAX_NUMBERS
 
-    def leave_inputs(self, graph: NodeGraph, sources: Tensor) -> None:
-        super().leave_inputs(graph, sources)
-        pairs = zip(self.parameters, self.index, self._left, strict=True)
+    def skip_inputs_from(self, graph: NodeGraph, sources: Tensor) -> None:
+        super().skip_inputs_from(graph, sources)
+        pairs = zip(self.parameters, self.index, self._skipped, strict=True)
         left = [torch.zeros_like(p, dtype=torch.bool)[index] if left is None else left for p, index, left in pairs]
         self._written = (~self._concat(left)).nonzero().flatten()
 

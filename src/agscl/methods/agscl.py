@@ -1,8 +1,8 @@
 """AGS-CL: node-importance based adaptive group sparse regularisation (Jung, Ahn, Cha, Moon; NeurIPS 2020).
 
 Nodes are free (never yet useful) or important. While a task is learned, free nodes are pruned down to a budget, or, in
-the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly. Weights from
-later to earlier nodes are hidden from earlier tasks, or zero. In the end active nodes become important, others fresh.
+the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly. In the end
+active nodes become important, and free ones get fresh weights. Earlier tasks see nothing of later nodes.
 
 The file follows section 3 of the paper; numbers in brackets are its equations. The budget is in `_parts.budget`.
 """
@@ -34,7 +34,7 @@ from agscl.methods._parts.learning_rates import LayerRates, select_rates
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodePlan
-from agscl.methods._parts.node_views import NodeViews
+from agscl.methods._parts.node_views import NodeViewMethod
 from agscl.methods._parts.proximal import norm_gradients, pull, shrink
 from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
 from agscl.methods._parts.reinit import choose_groups, reinitialise_, synchronise_generator
@@ -109,6 +109,7 @@ class AGSCLKnowledge(Knowledge):
     task_share: float = 1.0  # of the last task's told length, how much it ran: below 1 if it stopped early
     generator: torch.Generator = field(default_factory=torch.Generator)
     digests: GroupDigests | None = None
+    zero_rule: str = ""  # what `zero_init` meant when the method was made
 
     @property
     def free(self) -> Tensor:
@@ -125,6 +126,7 @@ class AGSCLPlan(NodePlan):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         rates = LayerRates(self.graph, self.optimizers)
+        self.main_optimizer = rates.main
         self.schedule = ProximalSchedule(rates, self.method.config.prox_every, self.steps_per_epoch)
         self.norms = NodeNormFreezer(self.graph, ~self.method.knowledge.free)
         self.start_norm = 0.0  # the smallest norm of a free group as the task began, for the checks
@@ -132,12 +134,11 @@ class AGSCLPlan(NodePlan):
         self.pruner = NodePruner(self, self.method.config.budget)
 
     def build(self) -> None:
-        config, knowledge = self.method.config, self.method.knowledge
-        free = knowledge.free
+        config, knowledge, free = self.method.config, self.method.knowledge, self.method.free
         rows = make_rows if config.prox else Rows
         self.free_rows, self.important_rows = rows(self.graph, free), rows(self.graph, ~free)
         if self.method.zero_rule == "earlier_tasks":  # what they read of free nodes is trained
-            self.important_rows.leave_inputs(self.graph, free)
+            self.important_rows.skip_inputs_from(self.graph, free)
         self.anchors = self.important_rows.flatten_rows(knowledge.anchors)
         mu_factors, omega = scale_penalties(self.graph, knowledge.omega, free, config.by_layer)
         self.mu_factors, self.omega = mu_factors[self.free_rows.groups], omega[self.important_rows.groups]
@@ -154,7 +155,7 @@ class AGSCLPlan(NodePlan):
         self.norms.close()
 
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        self.pruner.observe_gradients()
+        self.pruner.observe_gradients(optimizer, scale)
 
     # Loss function (2): the task's own loss; its penalties act through the proximal step below -----------------------
 
@@ -181,7 +182,7 @@ class AGSCLPlan(NodePlan):
         share = self.schedule.count_step(optimizer, skipped)
         if share is not None:
             self._run_proximal_step(share)
-        elif self.method.config.prox_every != "epoch" and not self.schedule.counts(optimizer):
+        elif self.method.config.prox_every != "epoch":
             self._restore_frozen()
         self.pruner.hold_()
         self.pruner.end_step()
@@ -221,10 +222,10 @@ class AGSCLPlan(NodePlan):
         if self.method.config.freezes and len(self.important_rows):
             self.important_rows.scatter_(self.anchors)
             self.zero_masks.apply_()
-        self.schedule.others_stepped = False
+            self.schedule.others_stepped = False
 
 
-class AGSCL(NodeViews):
+class AGSCL(NodeViewMethod):
     """Learn task after task without forgetting, in one network of ReLU nodes.
 
     >>> method = AGSCL(model, example_input)
@@ -269,11 +270,10 @@ class AGSCL(NodeViews):
         return self._graph is None or bool(self.graph.norms) or self.config.importance_mode == "train"
 
     def _init_nodes(self) -> None:
-        """At the start Ω is 0 for every node."""
         super()._init_nodes()
         knowledge = self.knowledge
         check_budget(self.graph, self.config.budget)
-        knowledge.omega = torch.zeros(self.graph.size, device=self._node_device, dtype=self._node_dtype)
+        knowledge.omega = torch.zeros(self.graph.size, device=self._node_device, dtype=self._node_dtype)  # Ω is 0
         knowledge.first_task = torch.full_like(knowledge.omega, NEVER, dtype=torch.int32)
         knowledge.generator.manual_seed(self.config.seed)
         knowledge.digests = GroupDigests(self.graph, self.zero_rule)

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.local_tensors import PerThread, View, make_key, restore_plain_dicts
+from agscl.methods._parts.local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.own_steps import compute_step
@@ -415,7 +415,7 @@ class HAT(NodeMethod):
         """Let a layer run with each column of its weight times the gate of the node the column reads."""
         self._gated.clear()  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
         if (gates := self._gates_of_layer(name)) is not None:
-            key, weight = make_key(module, "_parameters", "weight"), module._parameters["weight"]
+            key, weight = make_replaceable(module, "_parameters", "weight"), module._parameters["weight"]
             assert weight is not None
             self._gated.show({key: weight * gates.to(weight.dtype)})
 

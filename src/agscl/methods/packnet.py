@@ -21,7 +21,7 @@ from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.task_views import TaskViews, UsedWeight
+from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
 
 __all__ = ["PackNet", "PackNetConfig"]
 
@@ -144,7 +144,7 @@ class PackNetPlan(FixedWeightsPlan):
         self.version += 1
 
 
-class PackNet(TaskViews, FixedWeightsMethod):
+class PackNet(TaskViewMethod, FixedWeightsMethod):
     """Every weight belongs to one task, and a task is seen through its own weights and those of earlier tasks.
 
     >>> method = PackNet(model, share=0.5, prune_at=2 / 3)
@@ -184,7 +184,7 @@ class PackNet(TaskViews, FixedWeightsMethod):
 
     def find_packed_weights(self) -> None:
         """Find which weights are packed, and which modules use them."""
-        self._pass.clear()  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
+        self._call_view.clear()  # left by an interrupted pass (Ctrl-C), after which torch calls no hook
         trunk, knowledge = self.find_trunk_parameters(), self.knowledge
         if not knowledge.owner:
             packed = {n: p for n, p in trunk.items() if p.requires_grad and p.dim() > 1 and n.endswith("weight")}
@@ -227,16 +227,16 @@ class PackNet(TaskViews, FixedWeightsMethod):
 
     # Looking at a task -----------------------------------------------------------------------------------------------
 
-    def list_viewed_weights(self) -> Iterator[UsedWeight]:
+    def list_weight_places(self) -> Iterator[WeightPlace]:
         for module, key, _, parameter in self._packed:
             yield module, key, parameter
 
-    def hide_later_weights(self, number: int) -> Iterator[UsedWeight]:
+    def mask_later_weights(self, number: int) -> Iterator[WeightPlace]:
         masked = {}
         for name, weight in self.packed_parameters().items():
             owner = self.knowledge.owner[name]
             hidden = (owner == FREE) | (owner > number + 1)
-            masked[name] = nn.Parameter(weight.detach().masked_fill(hidden, 0.0), requires_grad=False)
+            masked[name] = weight.masked_fill(hidden, 0.0)
         for module, key, name, _ in self._packed:
             yield module, key, masked[name]
 

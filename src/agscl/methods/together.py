@@ -14,6 +14,7 @@ from agscl.methods._parts.batches import Batches, make_repeatable
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.penalties import WeightMethod
+from agscl.methods._parts.task_views import TaskViewMethod
 
 __all__ = ["Together"]
 
@@ -65,6 +66,10 @@ class Together(Method):
     def plan_version(self) -> int:
         return sum(method.plan_version for method in self.methods)
 
+    @property
+    def tasks_need_method(self) -> bool:
+        return any(method.tasks_need_method for method in self.methods)
+
     def begin_task(
         self, task: str, *optimizers: Optimizer, epochs: int | None = None, steps_per_epoch: int | None = None
     ) -> None:
@@ -77,6 +82,11 @@ class Together(Method):
             for method in reversed(begun):
                 method.cancel_task()
             raise
+
+    def cancel_task(self) -> None:
+        self._require_task("cancel_task")
+        for method in self.methods:
+            method.cancel_task()
 
     def end_epoch(self) -> None:
         self._require_task("end_epoch")
@@ -111,6 +121,11 @@ class Together(Method):
             for method in self.methods:
                 stack.enter_context(method.viewing(task))
             yield
+
+    def state_dict_for(self, task: str) -> dict[str, Tensor]:
+        """The model's state_dict as `task` sees it, by the method that hides weights of later tasks, if one does."""
+        method = next((method for method in self.methods if isinstance(method, TaskViewMethod)), None)
+        return self.model.state_dict() if method is None else method.state_dict_for(task)
 
     def memory(self) -> dict[str, int]:
         """The sum of what the methods hold."""

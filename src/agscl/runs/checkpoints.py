@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agscl.system.files import write_atomically
 
-FORMAT, SHARDED_FORMAT, PACKED_FORMAT = 9, 10, 11
+FORMAT, SHARDED_FORMAT, PACKED_FORMAT = 12, 13, 14
 SHARD_BYTES = 15 * 2**20
 """The most bytes of tensors in one file, unless a single tensor has more."""
 PACKED_BYTES = 2**20

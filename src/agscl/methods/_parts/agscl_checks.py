@@ -59,8 +59,12 @@ def check_before_task(plan: AGSCLPlan) -> None:
     if not len(plan.important_rows):
         method.warn_once(
             "penalty",
-            "No node is important after the first task, so nothing is held: the penalty is 0. Every node was "
-            f"shrunk to zero; use a smaller mu (it is {method.config.mu:g}). {_USE_BUDGET}.",
+            f"No node was active when task {method.tasks[-2]!r} ended, so none is important and nothing is held. "
+            + (
+                f"Were all shrunk to zero? Use a smaller mu (it is {method.config.mu:g}). {_USE_BUDGET}."
+                if method.config.mu
+                else "Did training collapse (a learning rate that is too high, ReLUs that never fire)?"
+            ),
         )
     elif method.config.lam == 0:
         method.warn_once(

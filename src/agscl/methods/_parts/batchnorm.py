@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.graph.forward import switch_mode
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import Heads
-from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
+from agscl.methods._parts.local_tensors import View, make_replaceable, restore_plain_dicts
 
 __all__ = [
     "ChannelFreezer",
@@ -114,7 +114,9 @@ class TaskStatisticsSwitcher:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stored = self.statistics.get(self._task_of(args, kwargs) or "", {})
         places = ((name, norm, key) for name, norm in self.norms.items() if stored for key in _STATISTICS)
-        self._view.show({make_key(norm, "_buffers", key): stored[f"{name}.{key}"] for name, norm, key in places})
+        self._view.show(
+            {make_replaceable(norm, "_buffers", key): stored[f"{name}.{key}"] for name, norm, key in places}
+        )
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         self._view.clear()

@@ -3,8 +3,8 @@
 The paper's penalty μ Σ‖θ‖ on free nodes becomes a constraint: at most k free nodes of a layer differ from 0. Its
 proximal operator is a projection: the k nodes with the highest scores keep their weights, the others become exactly 0.
 k falls to the budget in a few steps while the task is learned, so that the nodes that stay make up for those that go.
-Where little of the task is left for that, they are scaled up, so that the next layer and the head read values of nearly
-the same size as before.
+Where little of the task is left for that, what the next layer and the head read of them is scaled up, so that the sums
+are of nearly the same size as before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows, make_rows
@@ -88,7 +90,11 @@ class NodePruner:
     def build(self) -> None:
         """Make what steps need, for a task that was resumed too."""
         parameters = self.plan.graph.incoming_parameters() if self.layers and self.share < 1 else ()
-        self._watched = [(p, groups.to(self.pruned.device)) for _, p, groups in parameters if p.requires_grad]
+        watched = [(p, groups.to(self.pruned.device)) for _, p, groups in parameters if p.requires_grad]
+        self._watched = []  # per optimizer, the parameters that it holds
+        for optimizer in self.plan.optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._watched.append([(p, groups) for p, groups in watched if id(p) in held])
         self.rows = make_rows(self.plan.graph, self.pruned) if bool(self.pruned.any()) else None
 
     def hold_(self) -> None:
@@ -96,20 +102,22 @@ class NodePruner:
         if self.rows is not None:
             self.rows.zero_()
 
-    def observe_gradients(self) -> None:
+    def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Add |⟨θ, ∂L/∂θ⟩| of each group: to first order, what the loss of this batch would change by without it.
 
         A ReLU that never fires has no gradient, and its node a saliency of exactly 0.
         """
-        if not self._watched:
+        watched = self._watched[self.plan.optimizers.index(optimizer)]
+        if not watched:
             return
         changes = torch.zeros_like(self.saliency)
-        for parameter, groups in self._watched:
+        for parameter, groups in watched:
             if parameter.grad is not None:
                 products = (parameter.grad * parameter.detach()).float()
                 for dim in range(products.dim() - 1, 0, -1):
                     products = products.sum(dim)
                 changes.index_add_(0, groups, products)
+        changes = changes if scale is None else changes / scale
         self.saliency += changes.abs().nan_to_num(0.0, 0.0, 0.0)  # a gradient that overflowed makes no step
 
     def end_step(self) -> None:
@@ -183,30 +191,30 @@ class NodePruner:
             self.pruned[gone] = True
             factors[kept] = (sizes[candidates].sum() / sizes[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
         if scale:
-            _scale_groups_(self.plan.graph, factors)
+            _scale_outgoing_(self.plan.graph, head, factors)
         self.build()
         self.hold_()
         self.plan.restart_lbfgs()
         self.plan.version += 1
 
 
-def _scale_groups_(graph: NodeGraph, factors: Tensor) -> None:
-    """Scale the values of groups by scaling their incoming weights, but where a BatchNorm sets the size of values.
+def _scale_outgoing_(graph: NodeGraph, head: nn.Module, factors: Tensor) -> None:
+    """Scale what later layers and the head read of each group, but where a BatchNorm sets the size of its values.
 
-    A depthwise filter, which reads its own group, is left: its input is scaled already.
+    A depthwise filter, which reads its own group alone, is left: what reads the filter is scaled.
     """
-    normed = torch.zeros(graph.size, dtype=torch.bool)
+    factors = F.pad(factors, (0, 1), value=1.0)  # the last: no node
     for norm in graph.norms.values():
-        normed[norm.groups] = True
-    factors = torch.where(normed.to(factors.device), 1.0, factors)
-    for owner in graph.incoming_modules:
-        reader = graph.readers.get(owner.name)
-        if reader is not None and bool(torch.isin(owner.groups, reader.sources).any()):
+        factors[norm.groups.to(factors.device)] = 1.0
+    in_head = {id(module) for module in head.modules()}
+    for name, reader in graph.readers.items():
+        if reader.is_head and id(reader.module) not in in_head:
             continue
-        for parameter in owner.module.parameters(recurse=False):
-            if parameter.requires_grad:
-                scale = factors[owner.groups.to(factors.device)].to(parameter)
-                parameter.mul_(scale.view(-1, *[1] * (parameter.dim() - 1)))
+        sources = reader.source_groups()
+        own = graph.layers[name].groups.view(-1, *[1] * (sources.dim() - 1)) if name in graph.layers else None
+        is_depthwise = own is not None and bool((sources == own).all())
+        if not is_depthwise and reader.weight.requires_grad:
+            reader.weight.mul_(factors[sources.to(factors.device)].to(reader.weight))
 
 
 def is_budget(value: Any) -> bool:

@@ -20,7 +20,7 @@ DIGEST_BYTES = 16
 class GroupDigests:
     """A digest of 16 bytes per group, taken when a task ends: replaces a copy of the weights to compare with."""
 
-    saved: ClassVar[tuple[str, ...]] = ("weights", "rows", "unmoved", "moved")
+    saved: ClassVar[tuple[str, ...]] = ("weights", "rows", "unmoved", "moved", "zero_rule")
 
     def __init__(self, graph: NodeGraph, zero_rule: str) -> None:
         self.model, self.zero_rule = graph.model, zero_rule

@@ -27,6 +27,7 @@ class Knowledge:
     tasks: list[str] = field(default_factory=list)  # in the order in which they began
     head_digests: dict[str, str] = field(default_factory=dict)  # of each task's head, when the task ended
     output_digests: dict[str, dict[str, str]] = field(default_factory=dict)  # see `recorded_outputs`
+    given_output_digests: dict[str, dict[str, str]] = field(default_factory=dict)  # the same on probes of the user
     weight_dtypes: list[str] = field(default_factory=list)  # of the model, when the last task ended
     warned: list[str] = field(default_factory=list)  # keys of the warnings that were given
     statistics: dict[str, Any] = field(default_factory=dict)  # of the last task

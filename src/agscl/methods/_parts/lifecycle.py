@@ -167,7 +167,7 @@ class Method:
                 self.plan.start()
             self._warn_of_changed_heads(self.plan.head_parameters)
         except BaseException as error:
-            self.cancel_task()
+            self._undo_begin_task()
             lazy = [name for name, p in self.heads.list_trunk_parameters().items() if is_lazy(p)]
             if lazy and type(error) is ValueError:
                 raise ValueError(f"{lazy[0]} is lazy and has no shape yet: run the model once on a batch.") from error
@@ -298,7 +298,11 @@ class Method:
                         group[key][:] = [group[key][rank] for rank in ranks]
 
     def cancel_task(self) -> None:
-        """Undo `begin_task`, as if it had not been called."""
+        """Undo `begin_task`, as if it had not been called; weights that steps have changed since stay as they are."""
+        self._require_plan("cancel_task")
+        self._undo_begin_task()
+
+    def _undo_begin_task(self) -> None:
         if self.plan is not None:
             self.plan.cancel()
             self.plan = None
@@ -438,7 +442,8 @@ class Method:
                 without_tensor = [task for task in self.tasks if task not in outputs]
                 if isinstance(x, Tensor) and outputs:
                     stored = ProbeOutputs.from_outputs(x, outputs, number, self.model)
-                more, missing = compare_outputs(self.knowledge.output_digests, x, self.model, outputs)
+                own, given = self.knowledge.output_digests, self.knowledge.given_output_digests
+                more, missing = compare_outputs(own if x is inputs else given, x, self.model, outputs)
                 changed += more
                 unrecorded += missing if x is inputs else []
         return stored, [task for task in self.tasks if task in changed], unrecorded, without_tensor

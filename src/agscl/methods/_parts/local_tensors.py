@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-__all__ = ["PerThread", "View", "make_key", "restore_plain_dicts"]
+__all__ = ["Key", "PerThread", "View", "make_replaceable", "restore_plain_dicts"]
 
 Key = tuple[int, str]
 """The number of a `LocalTensors`, and the name of a tensor in it."""
@@ -96,8 +96,8 @@ class View:
         return View, ()
 
 
-def make_key(module: nn.Module, kind: Literal["_parameters", "_buffers"], name: str) -> Key:
-    """The key under which a `View` replaces a parameter or buffer of the module."""
+def make_replaceable(module: nn.Module, kind: Literal["_parameters", "_buffers"], name: str) -> Key:
+    """Let a `View` replace a parameter or buffer of the module, under the key that is returned."""
     tensors = getattr(module, kind)
     if not isinstance(tensors, LocalTensors):
         tensors = LocalTensors(tensors)
@@ -106,6 +106,6 @@ def make_key(module: nn.Module, kind: Literal["_parameters", "_buffers"], name: 
 
 
 def restore_plain_dicts(modules: Iterable[nn.Module]) -> None:
-    """Undo what `make_key` did to the modules."""
+    """Undo what `make_replaceable` did to the modules."""
     for module in modules:
         module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)

@@ -6,60 +6,105 @@ node goes on learning from new ones, so that a task trains more weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl.graph.nodes import NodeGraph
+from agscl.heads import MultiHead
+from agscl.methods._parts.lifecycle import warn_user
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.methods._parts.task_views import TaskViews, UsedWeight
+from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
 from agscl.methods._parts.zero_masks import ZeroRule
 
-__all__ = ["NodeViews"]
+__all__ = ["NodeViewMethod"]
 
 
-class NodeViews(TaskViews, NodeMethod):
+class NodeViewMethod(TaskViewMethod, NodeMethod):
     """A method of nodes under which a task does not see the nodes of later ones, if that is its `zero_rule`."""
 
     @property
     def zero_rule(self) -> ZeroRule:
-        """What the setting `zero_init` means for this model."""
+        """What the setting `zero_init` meant for this model when the method was made; kept with its state."""
+        knowledge: Any = self.knowledge
+        return knowledge.zero_rule or self._choose_zero_rule()
+
+    def _choose_zero_rule(self) -> ZeroRule:
         config: Any = self.config
         rule: ZeroRule | Literal["auto"] = config.zero_init
         if rule != "auto":
             return rule
-        return "earlier_tasks" if self.heads.takes_task and config.freezes else "paper"
+        return "earlier_tasks" if isinstance(self.model, MultiHead) and config.freezes else "paper"
 
     def _init_nodes(self) -> None:
-        if self.zero_rule == "earlier_tasks":
-            self._inputs = ViewedInputs(self.graph)
+        knowledge: Any = self.knowledge
+        knowledge.zero_rule = self._choose_zero_rule()
+        self._follow_zero_rule()
+
+    def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
+        super()._load_knowledge(state, task)
+        if self._graph is not None:
+            if (chosen := self._choose_zero_rule()) != self.zero_rule:
+                warn_user(
+                    f"The state was saved with zero_init={self.zero_rule!r}, which continues: with {chosen!r} outputs "
+                    "of learned tasks would change."
+                )
+            self._follow_zero_rule()
+
+    def _follow_zero_rule(self) -> None:
+        if self.zero_rule != "earlier_tasks":
+            self.stop_views()
+        elif not self._handles:
+            self._inputs = LaterInputs(self.graph)
             self.start_views()
 
-    def list_viewed_weights(self) -> Iterator[UsedWeight]:
+    def list_weight_places(self) -> Iterator[WeightPlace]:
         return self._inputs.list_weights()
 
-    def hide_later_weights(self, number: int) -> Iterator[UsedWeight]:
-        return self._inputs.hide_later(self.knowledge.first_task, number)  # type: ignore[attr-defined]
+    def mask_later_weights(self, number: int) -> Iterator[WeightPlace]:
+        if replaced := self._inputs.find_replaced():
+            self.warn_once(
+                "replaced",
+                f"{', '.join(replaced)} was replaced (quantised, say) after the method was made: weights of later "
+                "tasks are not hidden there, and outputs of earlier tasks may be wrong. Replace layers in a plain copy "
+                "of the model that has the weights state_dict_for(task) instead.",
+            )
+        knowledge: Any = self.knowledge
+        return self._inputs.mask_later(knowledge.first_task, number)
 
 
-class ViewedInputs:
+class LaterInputs:
     """The weights with which nodes read nodes."""
 
     def __init__(self, graph: NodeGraph) -> None:
+        self.model = graph.model
         self.readers = [graph.readers[name] for name in graph.layers if name in graph.readers]
         self.sources: list[Tensor] = []  # the group that each weight reads; on the device, as captured steps need it
 
-    def list_weights(self) -> Iterator[UsedWeight]:
-        for reader in self.readers:  # the module's own weight, whatever is shown in its place
-            yield reader.module, "weight", dict.__getitem__(reader.module._parameters, "weight")  # type: ignore[misc]
+    def list_weights(self) -> Iterator[WeightPlace]:
+        for reader in self.readers:
+            yield reader.module, "weight", reader.weight
 
-    def hide_later(self, first_task: Tensor, number: int) -> Iterator[UsedWeight]:
+    def mask_later(self, first_task: Tensor, number: int) -> Iterator[WeightPlace]:
         """The same with 0 where a node is read that became important after task `number`."""
         first = F.pad(first_task, (0, 1), value=-1)  # the last: no node
         if not self.sources or self.sources[0].device != first.device:
             self.sources = [reader.source_groups().to(first.device) for reader in self.readers]
         for (module, key, weight), sources in zip(self.list_weights(), self.sources, strict=True):
-            later = (first[sources] > number).to(weight.device)
-            yield module, key, nn.Parameter(weight.detach().masked_fill(later, 0.0), requires_grad=False)
+            yield module, key, weight.masked_fill((first[sources] > number).to(weight.device), 0.0)
+
+    def find_replaced(self) -> list[str]:
+        """Layers that are no longer part of the model."""
+        if all(_find_module(self.model, reader.name) is reader.module for reader in self.readers):
+            return []
+        modules = set(self.model.modules())  # a layer may have been moved
+        return [reader.name for reader in self.readers if reader.module not in modules]
+
+
+def _find_module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None

@@ -50,7 +50,8 @@ class Plan:
     ) -> None:
         self.method, self.task, self.optimizers = method, task, optimizers
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
-        self.steps = 0  # of the first optimizer, in this task
+        self.main_optimizer = optimizers[0]  # whose steps are counted
+        self.steps = 0  # of the main optimizer, in this task
         self.version = 0  # counts up when what a step does has changed
         self.head_parameters: Mapping[str, nn.Parameter] = {}  # of all heads, by name
         self.frozen: list[nn.Parameter] = []  # no step may change them: heads of other tasks, excluded modules
@@ -220,7 +221,7 @@ class Plan:
                 parameter.grad /= dist.get_world_size()
 
     def count_step(self, optimizer: Optimizer) -> None:
-        self.steps += optimizer is self.optimizers[0]
+        self.steps += optimizer is self.main_optimizer
 
     # Saving, reporting -----------------------------------------------------------------------------------------------
 

@@ -44,10 +44,6 @@ class ProximalSchedule:
         """Whether the next proximal step comes at the end of an epoch."""
         return self.every == "epoch" or not self.steps_per_epoch
 
-    def counts(self, optimizer: Optimizer) -> bool:
-        """Whether a proximal step within the epoch comes after so many steps of `optimizer`."""
-        return optimizer is self.rates.main and not self.once_an_epoch
-
     def count_step(self, optimizer: Optimizer, skipped: Tensor | None) -> Share | None:
         """Count a step; returns the share of the proximal step that is due, if one is."""
         self.rates.record(optimizer)
@@ -82,7 +78,7 @@ class ProximalSchedule:
         """Record that a proximal step runs; returns its rate α, one for all layers or (groups,)."""
         alpha = self.rates.per_group()
         self.rates.restart()
-        self.steps_since, self.counted_since = 0, 0.0
+        self.steps_since, self.counted_since, self.others_stepped = 0, 0.0, False
         self.proximal_steps += 1
         self.rate_sum = self.rate_sum + ((alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share)
         return alpha

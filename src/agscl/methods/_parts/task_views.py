@@ -1,34 +1,36 @@
-"""Methods that show an old task the model without the weights of later ones: left out of the forward pass, not changed.
+"""Methods that show a task the model without the weights of later ones: left out of the forward pass, not changed.
 
-A call of the model shows the task that it names, `viewing(task)` its own; the newest task sees all weights.
+A call of the model shows the task that it names, `viewing(task)` its own; the task under way sees all weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.local_tensors import View, make_key, restore_plain_dicts
+from agscl.methods._parts.local_tensors import Key, View, make_replaceable, restore_plain_dicts
 
-__all__ = ["TaskViews", "UsedWeight"]
+__all__ = ["TaskViewMethod", "WeightPlace"]
 
-UsedWeight = tuple[nn.Module, str, nn.Parameter]
-"""A module, the name of a parameter in it, and the parameter."""
+WeightPlace = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter in it, and the parameter or what is read in its place."""
 
 
-class TaskViews(Method):
+class TaskViewMethod(Method):
     """A method under which a task is looked at without the weights of later ones, once `start_views` was called."""
 
     _handles: tuple[Any, ...] = ()
+    is_closed = False
+    _shows_all = False  # while it is measured who reads whom
 
     def start_views(self) -> None:
-        for module, key, _ in self.list_viewed_weights():  # now, as what was compiled before would be compiled anew
-            make_key(module, "_parameters", key)
-        self._viewing, self._pass = View(), View()  # the weights within `viewing`, and of a forward pass under way
+        for module, key, _ in self.list_weight_places():  # now, as what was compiled before would be compiled anew
+            make_replaceable(module, "_parameters", key)
+        self._context_view, self._call_view = View(), View()  # the weights within `viewing`, and of a call under way
         self._handles = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
@@ -38,11 +40,11 @@ class TaskViews(Method):
     def tasks_need_method(self) -> bool:
         return bool(self._handles) and len(self.tasks) > 1
 
-    def list_viewed_weights(self) -> Iterable[UsedWeight]:
+    def list_weight_places(self) -> Iterable[WeightPlace]:
         """The weights of which tasks may see different parts, wherever they are used."""
         raise NotImplementedError
 
-    def hide_later_weights(self, number: int) -> Iterable[UsedWeight]:
+    def mask_later_weights(self, number: int) -> Iterable[WeightPlace]:
         """The same as task `number` sees them: 0 in place of what later tasks added."""
         raise NotImplementedError
 
@@ -53,48 +55,81 @@ class TaskViews(Method):
         """
         with self.viewing(task):  # refuses an unknown task
             state: dict[str, Tensor] = self.model.state_dict()
-        if self._handles and task != self.tasks[-1]:
+        if self._handles and task != self.task:
             names: dict[int, list[str]] = {}
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
-            seen = self.hide_later_weights(self.tasks.index(task))
-            for (_, _, own), (_, _, weight) in zip(self.list_viewed_weights(), seen, strict=True):
+            seen = self.mask_later_weights(self.tasks.index(task))
+            for (_, _, own), (_, _, weight) in zip(self.list_weight_places(), seen, strict=True):
                 state.update(dict.fromkeys(names[id(own)], weight.detach()))
         return state
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
-        with super().viewing(task):
-            if not self._handles:
+        try:
+            with super().viewing(task):
+                self._show_in_context()
                 yield
-                return
-            self._show_task(self._viewing, task)
-            try:
-                yield
-            finally:
-                self._viewing.clear()
-        if (outer := self._viewed_task) is not None:
-            self._show_task(self._viewing, outer)
+        finally:
+            self._show_in_context()  # the task of an outer `viewing`, or none
 
-    def _show_task(self, view: View, task: str | None) -> None:
-        """Let this thread read what `task` sees. The newest task needs no mask: it sees all that is not zero already,
-        or is in training."""
-        shown: Iterable[UsedWeight] = ()
-        if task is not None and task != self.tasks[-1]:
-            shown = self.hide_later_weights(self.tasks.index(task))
-        elif self._viewing.is_shown:
-            shown = self.list_viewed_weights()
-        view.show({make_key(module, "_parameters", key): weight for module, key, weight in shown})
+    def _show_in_context(self) -> None:
+        if self._handles:
+            task = self._viewed_task
+            shown = {} if task is None else self._replace_weights(task)
+            self._context_view.show({key: weight.detach() for key, weight in shown.items()})
+
+    def _replace_weights(self, task: str) -> dict[Key, Tensor]:
+        """What `task` reads in place of weights. The task under way reads them all."""
+        if task == self.task or self._shows_all:
+            return {}
+        return _by_key(self.mask_later_weights(self.tasks.index(task)))
+
+    @contextmanager
+    def _showing_all(self) -> Iterator[None]:
+        self._shows_all = True
+        try:
+            yield
+        finally:
+            self._shows_all = False
+
+    def _prepare_task(self, task: str) -> None:
+        if self.is_closed:
+            raise RuntimeError(
+                f"This {type(self).__name__} was closed: earlier tasks would see what {task!r} changes. Make a new one "
+                "and load the state_dict() of this one."
+            )
+        with self._showing_all():
+            super()._prepare_task(task)
+
+    def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
+        with self._showing_all():
+            super()._load_knowledge(state, task)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._show_task(self._pass, self.task_of_call(args, kwargs))
+        task = self.task_of_call(args, kwargs)
+        shown = {} if task is None else self._replace_weights(task)
+        if not shown and self._context_view.is_shown:  # all weights, within a view of an earlier task
+            shown = _by_key(self.list_weight_places())
+        self._call_view.show(shown)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._pass.clear()
+        self._call_view.clear()
 
     def close(self) -> None:
         super().close()
+        self.is_closed = True
+        self.stop_views()
+
+    def stop_views(self) -> None:
         if self._handles:
-            restore_plain_dicts(module for module, _, _ in self.list_viewed_weights())
+            self._context_view.clear()
+            self._call_view.clear()
+            restore_plain_dicts(module for module, _, _ in self.list_weight_places())
         for handle in self._handles:
             handle.remove()
+        self._handles = ()
+
+
+def _by_key(places: Iterable[WeightPlace]) -> dict[Key, Tensor]:
+    return {make_replaceable(module, "_parameters", name): weight for module, name, weight in places}
