@@ -25,15 +25,12 @@ from typing import Any
 
 import torch
 from measured import record
-from torch import Tensor
 
 from agscl.experiments.build import HOLD_OUT
 from agscl.experiments.config import configure, get_fast_settings
 from agscl.experiments.run import execute_run
 from agscl.experiments.search import SEED
-from agscl.graph.nodes import NodeGraph
-from agscl.methods import agscl
-from agscl.methods._parts import budget
+from agscl.methods._parts import node_pruner
 from agscl.runs import Run
 
 Change = Callable[[], None]
@@ -50,32 +47,32 @@ def keep_rate() -> None:
 
 def scale_with(steps_left: float) -> None:
     """Nodes that stay are scaled up where fewer steps than these are left."""
-    budget.RECOVERY_STEPS = steps_left
+    node_pruner.RECOVERY_STEPS = steps_left
 
 
 def prune_between(first: float, last: float) -> None:
-    budget.SPAN = (first, last)
+    node_pruner.PRUNING_SPAN = (first, last)
 
 
 def score_by_size() -> None:
     """Nodes are kept by their size alone."""
-    budget.NodePruner.observe_gradients = lambda self: None  # type: ignore[method-assign]
+    node_pruner.NodePruner.observe_gradients = lambda self, *_: None  # type: ignore[method-assign]
 
 
 def favour_early_layers(ratio: float) -> None:
     """Shares fall by this factor, twice, from the first layer to the last; their geometric mean is the budget."""
-    make = budget.NodePruner.__init__
+    make = node_pruner.NodePruner.__init__
 
     def init(self: Any, plan: Any, share: Any) -> None:
         make(self, plan, share)
-        last = len(self.layers) - 1
+        last = len(self.quotas) - 1
         shares = [min(1.0, share * ratio ** (2 * number / last - 1)) for number in range(last + 1)]
-        self.layers = [
+        self.quotas = [
             (groups, math.ceil(round(len(groups) * own, 9)))
-            for (groups, _), own in zip(self.layers, shares, strict=True)
+            for (groups, _), own in zip(self.quotas, shares, strict=True)
         ]
 
-    budget.NodePruner.__init__ = init  # type: ignore[method-assign]
+    node_pruner.NodePruner.__init__ = init  # type: ignore[method-assign]
 
 
 def favour_first_task(weight: float) -> None:
@@ -85,62 +82,7 @@ def favour_first_task(weight: float) -> None:
         own = weight if learned == 0 else 1.0
         return math.ceil(round(free * own / (own + max(0, tasks - learned - 1)), 9))
 
-    budget.count_kept = count_kept
-
-
-def copy_nodes(share: float) -> None:
-    """Of the free nodes, this share starts as copies of important ones; what they read of free nodes is fresh."""
-    reinitialise = agscl.reinitialise_
-
-    @torch.no_grad()
-    def reinitialise_(graph: NodeGraph, chosen: Tensor, generator: torch.Generator, *others: Any) -> None:
-        reinitialise(graph, chosen, generator, *others)
-        important = known_important(chosen)
-        originals = torch.full((graph.size,), -1)
-        for in_layer in graph.groups_by_layer():
-            sources, targets = ((in_layer & each).nonzero().flatten() for each in (important, chosen.cpu()))
-            if len(sources):
-                targets = targets[torch.randperm(len(targets), generator=generator)[: math.ceil(share * len(targets))]]
-                originals[targets] = sources[torch.randint(len(sources), (len(targets),), generator=generator)]
-        for holder in graph.incoming_modules:
-            groups = holder.groups.cpu()
-            rows = (originals[groups] >= 0).nonzero().flatten()
-            position = {int(group): row for row, group in enumerate(groups)}
-            copied = torch.tensor([position[int(originals[groups[row]])] for row in rows], dtype=torch.long)
-            reader = graph.readers.get(holder.name)
-            for parameter in holder.module.parameters(recurse=False):
-                device = parameter.device
-                new = parameter[copied.to(device)].clone()
-                if reader is not None and parameter.dim() > 1:
-                    sources = reader.source_groups().cpu().flatten()  # per column; beyond the last: no node
-                    fresh = (sources < graph.size) & ~torch.cat([important, torch.zeros(1, dtype=torch.bool)])[
-                        sources.clamp(max=graph.size)
-                    ]
-                    new[:, fresh.to(device)] = parameter[rows.to(device)][:, fresh.to(device)]
-                parameter[rows.to(device)] = new
-
-    def known_important(chosen: Tensor) -> Tensor:
-        return ~latest[0].cpu()
-
-    latest: list[Tensor] = []
-    finish = agscl.AGSCL._finish_task
-
-    def finish_task(self: Any, *arguments: Any) -> None:
-        latest[:] = [self.knowledge.free]
-        original = agscl.choose_groups
-
-        def choose(graph: Any, free: Tensor, *others: Any) -> Tensor:
-            latest[:] = [free]
-            return original(graph, free, *others)
-
-        agscl.choose_groups = choose
-        try:
-            finish(self, *arguments)
-        finally:
-            agscl.choose_groups = original
-
-    agscl.reinitialise_ = reinitialise_
-    agscl.AGSCL._finish_task = finish_task  # type: ignore[method-assign]
+    node_pruner.count_kept = count_kept
 
 
 VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
@@ -156,8 +98,6 @@ VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
     "larger shares in early layers": (partial(favour_early_layers, 0.625), {}),
     "ten tasks": (None, {"budget": 10}),
     "ten tasks, the first larger": (partial(favour_first_task, 2.5), {"budget": 10}),
-    "half copied nodes": (partial(copy_nodes, 0.5), {}),
-    "copied nodes": (partial(copy_nodes, 1.0), {}),
     "rival: PackNet 0.9": (None, {"method": "packnet", "share": 0.9}),
     "rival: PackNet 0.95": (None, {"method": "packnet", "share": 0.95}),
     "rival: PackNet 0.9, CPR": (None, {"method": "packnet", "share": 0.9, "cpr": 0.4}),

@@ -29,10 +29,10 @@ def data(tmp_path, monkeypatch):
 @pytest.fixture
 def small_hub(monkeypatch):
     """A hub on this machine; failed requests are repeated at once."""
-    from agscl.data import http, hub
+    from agscl.data import hub, limited_http
     from small_hub import SmallHub
 
-    monkeypatch.setattr(http, "RETRY_DELAY", 0.001)
+    monkeypatch.setattr(limited_http, "RETRY_DELAY", 0.001)
     monkeypatch.setattr(hub, "RETRY_DELAY", 0.001)
     with SmallHub() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)

@@ -17,10 +17,10 @@ import pytest
 import small_images
 from agscl import tasks
 from agscl.cli import main as cli
-from agscl.data import http
+from agscl.data import limited_http
 from agscl.data.errors import DataError
-from agscl.data.http import download_file
 from agscl.data.hub import list_parquet_files
+from agscl.data.limited_http import download_file
 from small_hub import REVISION, QuietServer
 
 NAME, CONFIG = "ylecun/mnist", "mnist"
@@ -246,7 +246,7 @@ def hostile_hub(data, monkeypatch):
         "PACE_WINDOW": 0.3,
         "MAX_FAILURES": 2,
     }.items():
-        monkeypatch.setattr(http, name, value)
+        monkeypatch.setattr(limited_http, name, value)
     with HostileHub() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield running

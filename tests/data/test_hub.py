@@ -10,8 +10,8 @@ import pytest
 
 from agscl.data import hub
 from agscl.data.errors import DownloadFailed
-from agscl.data.http import download_file
 from agscl.data.hub import describe_model_file, list_parquet_files
+from agscl.data.limited_http import download_file
 from small_hub import REVISION
 
 

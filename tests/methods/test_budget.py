@@ -17,6 +17,7 @@ import zoo
 from agscl import AGSCL, EWC, MultiHead, PaperAGSCL, Together
 from agscl.certificate import NEVER
 from agscl.methods._parts import budget as budgets
+from agscl.methods._parts import node_pruner
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.testing import NETWORKS, OPTIMIZERS
 from loops import adam, bits, blobs, learn, mlp, same
@@ -140,7 +141,7 @@ def test_pruned_nodes_are_exactly_zero_after_every_step_until_the_task_ends(opti
 def test_the_nodes_with_the_lowest_scores_go_first():
     method, optimizer = build()
     train(method, optimizer, 0, 4, told={"epochs": 20, "steps_per_epoch": 4}, epoch=4, end=False)
-    scores = budgets.measure_sizes(method.graph, method.model.heads["t0"])
+    scores = node_pruner.measure_sizes(method.graph, method.model.heads["t0"])
     before = scores * method.plan.pruner.saliency
     method.plan.pruner.prune_(0.5)
     pruned = method.plan.pruner.pruned
@@ -205,7 +206,7 @@ def test_a_score_is_the_norm_of_incoming_times_outgoing_weights_and_leaves_old_h
     method.graph.trace_head("new", ["old", "new"])
     layer = model.trunk[0]
     expected = torch.cat([layer.weight, layer.bias[:, None]], 1).norm(dim=1) * head.weight.norm(dim=0)
-    assert torch.allclose(budgets.measure_sizes(method.graph, head).float(), expected, rtol=1e-5)
+    assert torch.allclose(node_pruner.measure_sizes(method.graph, head).float(), expected, rtol=1e-5)
     assert old is not head
 
 
@@ -216,10 +217,10 @@ def test_behind_batchnorm_its_scale_and_shift_count_and_the_scale_of_weights_doe
     head = model.add_head("t", 2)
     nn.init.normal_(trunk[1].weight)
     method = AGSCL(model, torch.zeros(2, 3))
-    scores = budgets.measure_sizes(method.graph, head)
+    scores = node_pruner.measure_sizes(method.graph, head)
     with torch.no_grad():
         trunk[0].weight[1] *= 100
-    assert torch.equal(budgets.measure_sizes(method.graph, head), scores)
+    assert torch.equal(node_pruner.measure_sizes(method.graph, head), scores)
     assert torch.allclose(scores.float(), trunk[1].weight.abs() * head.weight.norm(dim=0), rtol=1e-5)
 
 
@@ -341,7 +342,7 @@ def test_after_a_task_that_stopped_early_the_next_one_is_pruned_as_if_it_stopped
     counts = pruned_at(method, optimizer, 1, 120, told={"epochs": 30}, epoch=4)
     assert min(counts) == 13  # after epoch 3, not 9,
     assert max(counts) <= 29  # to epoch 7, not 21
-    assert method.knowledge.task_share == 1.0
+    assert method.knowledge.last_task_share == 1.0
 
 
 @quiet
@@ -363,7 +364,7 @@ def test_what_is_read_of_nodes_that_stay_is_scaled_up_so_that_sums_stay_nearly_o
     train(method, optimizer, 0, 8, end=False)
     method.model.add_head("t1", 3)  # not of this task
     before = bits(method.model)
-    sizes = budgets.measure_sizes(method.graph, method.model.heads["t0"])
+    sizes = node_pruner.measure_sizes(method.graph, method.model.heads["t0"])
     sizes[method.plan.pruner.saliency == 0] = 0  # they never fire
     method.plan.pruner.prune_(0.5)
     after = bits(method.model)
@@ -383,7 +384,7 @@ def test_nodes_that_stay_keep_their_weights_where_many_steps_are_left():
     method, optimizer = build()
     train(method, optimizer, 0, 8, end=False)
     before = bits(method.model)
-    method.plan.pruner.prune_(0.5, steps_left=budgets.RECOVERY_STEPS)
+    method.plan.pruner.prune_(0.5, steps_left=node_pruner.RECOVERY_STEPS)
     stay = ~method.plan.pruner.pruned[method.graph.layers["trunk.2"].groups]
     assert 0 < stay.sum() < len(stay)
     assert torch.equal(method.model.trunk[2].weight[stay], before["trunk.2.weight"][stay])
@@ -393,7 +394,7 @@ def test_nodes_that_stay_keep_their_weights_where_many_steps_are_left():
 @pytest.mark.parametrize(("examples", "scaled"), [(16, True), (400, False)])
 def test_how_much_of_a_task_is_left_is_told_in_steps_however_many_epochs_that_is(monkeypatch, examples, scaled):
     calls = []
-    monkeypatch.setattr(budgets, "_scale_outgoing_", lambda graph, head, factors: calls.append(True))
+    monkeypatch.setattr(node_pruner, "_scale_outgoing_", lambda graph, head, factors: calls.append(True))
     method, optimizer = build()
     method.model.add_head("t0", 3)
     method.begin_task("t0", optimizer, epochs=20)

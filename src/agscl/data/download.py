@@ -15,8 +15,8 @@ from agscl.data.catalogue import DATASETS, ArchiveSource, HubSource
 from agscl.data.datasets import data_folders, find_dataset
 from agscl.data.encoded_images import TEST_SPLITS
 from agscl.data.errors import DataError, DownloadFailed
-from agscl.data.http import download_file
 from agscl.data.hub import list_parquet_files, request_headers
+from agscl.data.limited_http import download_file
 from agscl.data.manifest import Manifest, is_complete, read_manifest, write_manifest
 from agscl.data.progress import MakeProgress, ProgressLine
 from agscl.data.remote import RemoteFile, check_file_name, compute_digest

@@ -1,6 +1,6 @@
 """The Hugging Face hub: which files a dataset or a model has there, and their checksums.
 
-The hub's own client says who the user is (`HF_TOKEN`, or a login); requests are made by `agscl.data.http`, since the
+The hub's own client says who the user is (`HF_TOKEN`, or a login); requests are made by `agscl.data.limited_http`, since the
 client reads answers of any length and believes what they contain.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from agscl.data.errors import DownloadFailed
-from agscl.data.http import REQUEST_ERRORS, describe_error, make_printable, read_headers, read_json
+from agscl.data.limited_http import REQUEST_ERRORS, describe_error, make_printable, read_headers, read_json
 from agscl.data.remote import Algorithm, RemoteFile, check_file_name, parse_size
 
 PARQUET_BRANCH = "refs/convert/parquet"

@@ -4,7 +4,7 @@ Nodes are free (never yet useful) or important. While a task is learned, free no
 the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly. In the end
 active nodes become important, and free ones get fresh weights. Earlier tasks see nothing of later nodes.
 
-The file follows section 3 of the paper; numbers in brackets are its equations. The budget is in `_parts.budget`.
+The file follows section 3 of the paper; numbers in brackets are its equations. Pruning is in `_parts.node_pruner`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from agscl.methods._parts.activations import measure_activations
 from agscl.methods._parts.agscl_certificate import certify_nodes
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
-from agscl.methods._parts.budget import BUDGET_FORMULA, NodePruner, check_budget
+from agscl.methods._parts.budget import BUDGET_FORMULA, check_budget
 from agscl.methods._parts.capacity import Capacity, measure_capacity
-from agscl.methods._parts.digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
+from agscl.methods._parts.group_digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_penalties
 from agscl.methods._parts.learning_rates import LayerRates, select_rates
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodePlan
+from agscl.methods._parts.node_pruner import NodePruner
 from agscl.methods._parts.node_views import NodeViewMethod
 from agscl.methods._parts.proximal import norm_gradients, pull, shrink
 from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
@@ -105,8 +106,8 @@ class AGSCLKnowledge(Knowledge):
     first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # (groups,) or NEVER
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
-    task_steps: int = 0  # steps of the last task: a forecast for the next one, if its length is not told
-    task_share: float = 1.0  # of the last task's told length, how much it ran: below 1 if it stopped early
+    last_task_steps: int = 0  # steps of the last task: a forecast for the next one, if its length is not told
+    last_task_share: float = 1.0  # of the last task's told length, how much it ran: below 1 if it stopped early
     generator: torch.Generator = field(default_factory=torch.Generator)
     digests: GroupDigests | None = None
     zero_rule: str = ""  # what `zero_init` meant when the method was made
@@ -184,7 +185,7 @@ class AGSCLPlan(NodePlan):
             self._run_proximal_step(share)
         elif self.method.config.prox_every != "epoch":
             self._restore_frozen()
-        self.pruner.hold_()
+        self.pruner.zero_pruned_()
         self.pruner.end_step()
 
     def end_epoch(self) -> None:
@@ -230,8 +231,7 @@ class AGSCL(NodeViewMethod):
 
     >>> method = AGSCL(model, example_input)
 
-    No setting is needed; those that there are stand in `AGSCLConfig`. `example_input`, `heads`, `exclude` and
-    `excluded` are as in every method that needs the nodes (`NodeMethod`).
+    No setting is needed (`AGSCLConfig` lists them); `example_input`, `heads` and the like are those of `NodeMethod`.
     """
 
     title = "AGS-CL"

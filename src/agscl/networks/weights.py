@@ -79,8 +79,8 @@ def _find_path(file_name: str) -> Path:
 
 def download_weights(file: RemoteFile, path: Path) -> None:
     """Download `file` to `path`; another process that wants it meanwhile waits."""
-    from agscl.data.http import download_file
     from agscl.data.hub import request_headers
+    from agscl.data.limited_http import download_file
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -155,15 +155,15 @@ def _check_proximal_steps(plan: AGSCLPlan) -> None:
 def _check_pruning(plan: AGSCLPlan) -> None:
     """Warn about nodes that were pruned too late for the others to make up for them."""
     pruner = plan.pruner
-    if pruner.woken:
+    if pruner.revived:
         plan.method.warn_once(
             "woken",
-            f"{pruner.woken} nodes that were pruned in task {plan.task!r} had weights again when it ended: the loop "
+            f"{pruner.revived} nodes that were pruned in task {plan.task!r} had weights again when it ended: the loop "
             "went back to weights from before a pruning, or to an average with them, or stepped with an optimizer that "
             "begin_task was not given. They were pruned again, and the others could not make up for them. Where a loop "
             "keeps its best weights or averages them, let it start over each time method.plan_version has changed.",
         )
-    if plan.steps and pruner.cut > LATE_SHARE * plan.graph.size:
+    if plan.steps and pruner.pruned_at_end > LATE_SHARE * plan.graph.size:
         if plan.epochs is None:
             reason = (
                 "its length was not told, and nothing was known of it. Give begin_task(…, epochs=…, steps_per_epoch=…)"
@@ -180,8 +180,8 @@ def _check_pruning(plan: AGSCLPlan) -> None:
             reason = f"it had {plan.steps} steps. Train for more, or give begin_task(…, steps_per_epoch=…)"
         plan.method.warn_once(
             "late pruning",
-            f"{pruner.cut} nodes were pruned at the very end of task {plan.task!r}, so the others could not make up "
-            f"for them, and {pruner.above_budget} more than its budget were kept: {reason}.",
+            f"{pruner.pruned_at_end} nodes were pruned at the very end of task {plan.task!r}, so the others could not "
+            f"make up for them, and {pruner.above_budget} more than its budget were kept: {reason}.",
         )
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agscl.data import http
+from agscl.data import limited_http
 from agscl.data.errors import DownloadFailed
-from agscl.data.http import download_file
 from agscl.data.hub import list_parquet_files, request_headers
+from agscl.data.limited_http import download_file
 from agscl.data.progress import ProgressLine
 
 
@@ -118,7 +118,7 @@ def test_no_more_than_the_announced_size_is_downloaded(small_hub, remote, conten
 
 
 def test_a_size_that_nobody_announces_is_limited_too(small_hub, remote, tmp_path, monkeypatch):
-    monkeypatch.setattr(http, "MAX_UNANNOUNCED_SIZE", 2_000_000)
+    monkeypatch.setattr(limited_http, "MAX_UNANNOUNCED_SIZE", 2_000_000)
     small_hub.announces_length = False
     with pytest.raises(DownloadFailed, match="sends more than the expected 2000000 bytes"):
         download_file(replace(remote, size=None), tmp_path / "file")
@@ -166,7 +166,7 @@ def test_a_full_disk_is_not_tried_again(small_hub, remote, tmp_path, monkeypatch
     def fail(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(http.os, "fsync", fail)
+    monkeypatch.setattr(limited_http.os, "fsync", fail)
     with pytest.raises(DownloadFailed, match="No space left on device"):
         download_file(remote, tmp_path / "file")
     assert len(small_hub.transfers()) == 1
