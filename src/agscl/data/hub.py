@@ -1,7 +1,7 @@
 """The Hugging Face hub: which files a dataset or a model has there, and their checksums.
 
-The hub's own client says who the user is (`HF_TOKEN`, or a login); requests are made by `agscl.data.limited_http`, since
-the client reads answers of any length and believes what they contain.
+The hub's own client says who the user is (`HF_TOKEN`, or a login). Requests are made by `agscl.data.limited_http`: the
+client reads answers of any length and believes what they contain.
 """
 
 from __future__ import annotations
