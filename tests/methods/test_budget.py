@@ -552,7 +552,7 @@ def test_the_papers_form_of_agscl_has_the_bits_of_paper_agscl():
 @pytest.mark.parametrize("budget", [0, 0.0, -0.5, 1.5, -3, True, math.nan, math.inf, "half"])
 def test_a_budget_that_is_no_share_and_no_number_of_tasks_is_refused(budget):
     with pytest.raises(
-        ValueError, match=r"a share above 0 and at most 1, or the number of tasks|a whole number, a number"
+        ValueError, match=r"a share of each layer's free nodes|a whole number, a number"
     ):
         AGSCL(MultiHead(mlp()), EXAMPLE, budget=budget)
 
@@ -703,3 +703,32 @@ def test_a_model_converted_between_tasks_is_warned_about_as_such_alone():
     with pytest.warns(SelfCheckWarning, match="weights are float64") as caught:
         method.begin_task("t1", optimizer)
     assert len(caught) == 1
+
+
+def test_a_task_has_ended_although_its_warning_is_an_error():
+    method, optimizer = build()
+    train(method, optimizer, 0, 8, told={"epochs": 20}, epoch=4, end=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(SelfCheckWarning, match="at the very end of task"):
+            method.end_task(blobs(0))
+    assert method.task is None
+    assert method.tasks == ["t0"]
+
+
+def test_prunings_follow_the_steps_of_the_optimizer_that_trains_the_nodes():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    model.add_head("t0", 3)
+    method = AGSCL(model, torch.zeros(2, 16))
+    nodes, head = torch.optim.Adam(model.trunk.parameters(), lr=1e-2), torch.optim.SGD(model.heads.parameters(), lr=0.1)
+    method.begin_task("t0", head, nodes, epochs=2, steps_per_epoch=20)
+    for step in range(28):
+        for x, y in blobs(0)[:1]:
+            model.zero_grad()
+            F.cross_entropy(model(x, "t0"), y).backward()
+            nodes.step()
+            if step % 4 == 0:
+                head.step()
+    assert method.plan.steps == 28
+    assert method.plan.pruner.pruned_share == 1.0  # by 70 % of 40 steps

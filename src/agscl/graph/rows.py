@@ -24,14 +24,12 @@ class Rows:
         chosen = chosen.cpu()
         self.groups = chosen.nonzero().flatten()
         position = torch.full((graph.size,), -1).masked_scatter_(chosen, torch.arange(len(self.groups)))
-        self.names: list[str] = []
         self.parameters: list[nn.Parameter] = []
         self.index: list[Tensor] = []
         owners = []
-        for name, parameter, groups in graph.incoming_parameters():
+        for _, parameter, groups in graph.incoming_parameters():
             rows = chosen[groups].nonzero().flatten()
             if len(rows):
-                self.names.append(name)
                 self.parameters.append(parameter)
                 self.index.append(rows.to(parameter.device))
                 owners.append(position[groups[rows]])
@@ -93,7 +91,7 @@ class FlatRows(Rows):
     """Most numbers in `members`, which take eight bytes each."""
 
     def __init__(self, rows: Rows) -> None:
-        self.groups, self.names, self.parameters, self.index = rows.groups, rows.names, rows.parameters, rows.index
+        self.groups, self.parameters, self.index = rows.groups, rows.parameters, rows.index
         self._numels = [parameter.numel() for parameter in self.parameters]
         self._channels_last = [_is_channels_last(p) for p in self.parameters]  # as they are now, even if that changes
         positions, widths, offset = [], [], 0

@@ -305,7 +305,6 @@ class AGSCL(NodeViewMethod):
             inactive = find_less_active(self.graph, activations, config.min_activity) & new
             knowledge.omega[inactive], new = 0.0, new & ~inactive
         knowledge.first_task[new] = len(self.tasks) - 1
-        checks.check_after_task(plan, activations > 0, int(before.sum()), len(knowledge.digests.unmoved))
         if self.zero_rule != "off":  # (I.1), always before (I.2)
             zero_outgoing_(self.graph, knowledge.free, self.heads.get_head(plan.task, self.tasks))
         if config.rand_init:
@@ -313,6 +312,7 @@ class AGSCL(NodeViewMethod):
         knowledge.anchors = Rows(self.graph, ~knowledge.free).gather()
         knowledge.digests.update(knowledge.first_task)
         knowledge.statistics = count_nodes(knowledge.free, before, changed) | {"capacity": self.capacity().summarise()}
+        checks.check_after_task(plan, activations > 0, int(before.sum()), len(knowledge.digests.unmoved))
 
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:
         """(I.2) A share ρ of each layer's free nodes get fresh incoming weights; `new` just became important."""

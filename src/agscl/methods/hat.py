@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +29,7 @@ from agscl.methods._parts.plan import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
+from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
 
 __all__ = ["HAT", "HATConfig"]
 
@@ -100,8 +100,7 @@ class HATPlan(NodePlan):
         if self.embedding is None:
             generator = torch.Generator().manual_seed(self.method.config.seed * 1009 + len(self.method.tasks))
             values = torch.randn(self.graph.size, generator=generator).to(self.method.knowledge.used.device)
-            if dist.is_available() and dist.is_initialized():  # all ranks begin alike
-                dist.broadcast(values, 0)
+            copy_from_first_rank_(values)  # all ranks begin alike
             self.embedding_values = values
         assert self.embedding is not None
         group = self.optimizers[0].param_groups[0]  # zero_grad and a GradScaler look after its gradient
@@ -188,10 +187,9 @@ class HATPlan(NodePlan):
 
     def _move_embedding(self, optimizer: Optimizer, gradient: Tensor, skipped: Tensor | None) -> None:
         assert self.embedding is not None
-        if dist.is_available() and dist.is_initialized():
+        if is_distributed():
             gradient = gradient.clone()
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+            average_over_ranks_(gradient)
         e, (first, second), s, group = self.embedding, self.moments, self.s, optimizer.param_groups[0]
         before = [] if skipped is None else [t.detach().clone() for t in (e, first, second)]
         if self.method.config.gate_gradient == "exact":

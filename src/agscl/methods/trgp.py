@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from agscl.methods._parts.subspaces import (
     SubspacePlan,
     count_inputs_drawn,
 )
+from agscl.system.distributed import is_distributed
 
 __all__ = ["TRGP", "TRGPConfig"]
 
@@ -107,7 +107,7 @@ class TRGPPlan(SubspacePlan):
         )
         for task, scale in self.scales[name].items():
             self._add_to_group(self._find_group(name)[1], scale, f"agscl.scale.{name}.{task}")
-            if dist.is_available() and dist.is_initialized():  # no DistributedDataParallel knows them
+            if is_distributed():  # no DistributedDataParallel knows them
                 self._averaged.append(scale)
         self.method.hook_layers()
 

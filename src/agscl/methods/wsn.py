@@ -15,7 +15,6 @@ from types import MappingProxyType, MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.plan import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.system.distributed import copy_from_first_rank_, is_distributed
 
 __all__ = ["WSN", "WSNConfig"]
 
@@ -73,13 +73,12 @@ class WSNPlan(FixedWeightsPlan):
         super().attach()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         group_of = {id(p): group for group in groups for p in group["params"]}
-        is_parallel = dist.is_available() and dist.is_initialized()
         for name, weight in self.method.masked_parameters().items():
             scores = nn.Parameter(self.method.knowledge.scores[name])
             self.scores[name] = scores
             self._add_to_group(group_of.get(id(weight), groups[0]), scores, f"agscl.scores.{name}")
-            if is_parallel:
-                dist.broadcast(scores.detach(), 0)  # all ranks begin alike
+            if is_distributed():  # all ranks begin alike
+                copy_from_first_rank_(scores.detach())
                 self._averaged.append(scores)
 
     def build(self) -> None:

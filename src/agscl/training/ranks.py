@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agscl.system.distributed import is_distributed
 from agscl.system.process import find_torchrun_rank
 
 STOP_EVERY = 16
@@ -32,7 +33,7 @@ class Ranks:
     @classmethod
     def current(cls) -> Ranks:
         """Those of the process group that this process is in."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not is_distributed():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
 from agscl.graph.nodes import NodeGraph
 from agscl.methods._parts.proximal import sum_dtype
+from agscl.system.distributed import sum_over_ranks_
 
 __all__ = ["measure_activations"]
 
@@ -63,8 +63,7 @@ def measure_activations(
             with ReLUWatcher(on_output=record_relu):
                 forward(batch)
     total = torch.cat([*sums, torch.tensor(counts, dtype=dtype, device=device)])
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(total)
+    sum_over_ranks_(total)
     missing = [site.index + 1 for site, count in zip(graph.relu_sites, total[-len(sums) :], strict=True) if not count]
     if missing:
         raise RuntimeError(

@@ -26,7 +26,7 @@ _USE_BUDGET = "A budget needs no tuning: AGSCL(model, example_input)"
 def check_settings(config: AGSCLConfig) -> None:
     """Refuse settings out of range, or that do not go together."""
     require, at_least = config.require, config.require_at_least
-    require(config.budget is None or is_budget(config.budget), f"budget is {BUDGET_RULE}, not {config.budget!r}")
+    require(config.budget is None or is_budget(config.budget), f"budget must be {BUDGET_RULE}, not {config.budget!r}")
     at_least("mu", 0)
     at_least("tau", 0)
     require(config.lam >= 0, f"lam must be at least 0 (math.inf freezes for good), not {config.lam}")
@@ -200,7 +200,8 @@ def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
     if full and config.budget is None:
         method.warn_once(
             "full",
-            f"No free node is left in {_join(full)}: what later tasks can learn there is limited. {_USE_BUDGET}.",
+            f"No free node is left in {_join(full)}: later tasks can train only what other layers have, and their "
+            f"heads. {_USE_BUDGET}.",
         )
     elif capacity.tasks_left is not None and capacity.tasks_left <= 1:
         scarce = [layer for layer in capacity.layers if layer.tasks_left == capacity.tasks_left]
@@ -208,8 +209,8 @@ def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
         method.warn_once(
             "full",
             f"{when} will find a free node in {_join([layer.layer for layer in scarce])} after task {plan.task!r}: "
-            f"what tasks beyond can learn there is limited. Use wider layers, or a smaller budget (it is "
-            f"{config.budget}) from the first task on; method.capacity() shows what is free.",
+            "later tasks can train only what other layers have, and their heads. Use wider layers, or a smaller budget "
+            f"(it is {config.budget}) from the first task on; method.capacity() shows what is free.",
         )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +14,7 @@ from agscl.graph.forward import switch_mode
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import Heads
 from agscl.methods._parts.local_tensors import View, make_replaceable, restore_plain_dicts
+from agscl.system.distributed import average_over_ranks_
 
 __all__ = [
     "ChannelFreezer",
@@ -94,12 +94,7 @@ class TaskStatisticsSwitcher:
 
     def store(self, task: str) -> None:
         """Store a copy of the statistics in the model, averaged over ranks, as those of `task`."""
-        if dist.is_available() and dist.is_initialized():  # every rank saw a part of the data
-            for norm in self.norms.values():
-                for buffer in (norm.running_mean, norm.running_var):
-                    assert buffer is not None
-                    dist.all_reduce(buffer)
-                    buffer /= dist.get_world_size()
+        average_statistics_over_ranks_(self.norms.values())  # every rank saw a part of the data
         self.statistics[task] = {
             f"{name}.{key}": norm._buffers[key].clone()  # type: ignore[union-attr]
             for name, norm in self.norms.items()
@@ -247,12 +242,14 @@ def recompute_statistics(
                 except ValueError as error:  # a last batch of one sample has no variance
                     if "more than 1 value per channel" not in str(error):
                         raise
-        if dist.is_available() and dist.is_initialized():
-            for norm in norms:
-                for buffer in (norm.running_mean, norm.running_var):
-                    assert buffer is not None
-                    dist.all_reduce(buffer)
-                    buffer /= dist.get_world_size()
+        average_statistics_over_ranks_(norms)
     finally:
         for norm, (momentum, tracked) in zip(norms, saved, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, tracked
+
+
+def average_statistics_over_ranks_(norms: Iterable[_BatchNorm]) -> None:
+    for norm in norms:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        average_over_ranks_(norm.running_mean, norm.running_var)

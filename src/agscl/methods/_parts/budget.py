@@ -19,7 +19,7 @@ BUDGET_FORMULA: tuple[str, ...] = (
     "k = ⌈budget · free nodes⌉, or ⌈free nodes / tasks left⌉ where budget is a number of tasks",
     "after it: Ω ← ηΩ + mean ReLU activation; a node with Ω > 0 is important",
 )
-BUDGET_RULE = "a share above 0 and at most 1, or the number of tasks to make room for, at least 1"
+BUDGET_RULE = "a share of each layer's free nodes (above 0, at most 1.0) or a whole number of tasks (1 or more)"
 
 
 def is_budget(value: Any) -> bool:

@@ -31,6 +31,7 @@ from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.system.describe import describe_value
+from agscl.system.distributed import is_distributed
 
 __all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
 
@@ -90,6 +91,7 @@ class Method:
         self.heads = Heads(self.model, heads)
         self.knowledge = self.Knowledge()
         self.plan: plans.Plan | None = None  # of the task under way
+        self._queued_warnings: list[str] | None = None
         self._head_versions: dict[str, int] = {}  # of old heads' parameters, as torch counts writes, when a task began
 
     @property
@@ -192,6 +194,15 @@ class Method:
         `forward(batch)` runs the model and returns what is differentiated; by default the cross-entropy of
         `model(x, task)`, or the output itself where there are no labels.
         """
+        self._queued_warnings = []  # until the task has ended, for a loop that makes errors of warnings
+        try:
+            self._end_task(batches, forward)
+        finally:
+            messages, self._queued_warnings = self._queued_warnings, None
+            for message in messages:
+                warn_user(message)
+
+    def _end_task(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], forward: Forward | None) -> None:
         plan = self._require_plan("end_task")
         if plan.steps == 0:
             self.warn_once(
@@ -501,7 +512,10 @@ class Method:
         """Warn the user, once for each `key` in the life of the method."""
         if key not in self.knowledge.warned:
             self.knowledge.warned.append(key)
-            warn_user(message)
+            if self._queued_warnings is None:
+                warn_user(message)
+            else:
+                self._queued_warnings.append(message)
 
     def _default_forward(self, batch: Any) -> Any:
         """What is differentiated by default: the cross-entropy on `(x, y)`, the output on `x`."""
@@ -604,7 +618,7 @@ class Method:
 
     def _check_ranks(self, task: str, digest: str) -> None:
         """Warn where ranks that train together ended a task with other weights of its head."""
-        if not (dist.is_available() and dist.is_initialized()) or self.heads.is_shared:
+        if not is_distributed() or self.heads.is_shared:
             return
         device = next(self.model.parameters()).device
         words = torch.tensor([int(digest[start : start + 8], 16) for start in range(0, len(digest), 8)], device=device)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.knowledge import load_attributes, save_attributes
+from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
 
 if TYPE_CHECKING:
     from agscl.methods._parts.lifecycle import Method
@@ -175,11 +175,11 @@ class Plan:
     def _average_head(self) -> None:
         """Where ranks train together, let them start with one head, and average its gradients if DDP will not."""
         method = self.method
-        if not (dist.is_available() and dist.is_initialized()) or method.averaged_by_ddp is None:
+        if not is_distributed() or method.averaged_by_ddp is None:
             return
         for parameter in method.heads.get_head(self.task, method.tasks).parameters():
             if id(parameter) not in method.averaged_by_ddp and not is_lazy(parameter):
-                dist.broadcast(parameter.detach(), 0)
+                copy_from_first_rank_(parameter.detach())
                 self._averaged.append(parameter)
 
     def _list_parameter_order(self, names: Mapping[int, str]) -> list[list[list[str]]]:
@@ -217,8 +217,7 @@ class Plan:
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._averaged else set()
         for parameter in self._averaged:
             if id(parameter) in trained and parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+                average_over_ranks_(parameter.grad)
 
     def count_step(self, optimizer: Optimizer) -> None:
         self.steps += optimizer is self.main_optimizer

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
+from agscl.system.distributed import copy_from_first_rank_, is_distributed
 
 __all__ = ["choose_groups", "reinitialise_", "synchronise_generator"]
 
@@ -33,9 +33,9 @@ def choose_groups(
 
 def synchronise_generator(generator: torch.Generator, device: torch.device) -> None:
     """Where ranks train together, let all draw what rank 0 draws."""
-    if dist.is_available() and dist.is_initialized():
+    if is_distributed():
         state = generator.get_state().to(device)
-        dist.broadcast(state, 0)
+        copy_from_first_rank_(state)
         generator.set_state(state.cpu())
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from agscl.graph.forward import preserve_model_state
+from agscl.system.distributed import sum_over_ranks_
 
 __all__ = ["Score", "as_one_value", "count_samples", "measure_gradients"]
 
@@ -61,9 +61,7 @@ def measure_gradients(
             torch._foreach_add_(list(sums.values()), gradients)
             count += samples
     total = torch.tensor(float(count), device=device)
-    if dist.is_available() and dist.is_initialized():
-        for tensor in (total, *sums.values()):
-            dist.all_reduce(tensor)
+    sum_over_ranks_(total, *sums.values())
     if not total:
         raise RuntimeError("`batches` was empty. Importance cannot be measured without the task's data.")
     return {name: tensor / total for name, tensor in sums.items()}

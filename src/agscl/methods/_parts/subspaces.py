@@ -22,6 +22,7 @@ from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.settings import Settings
+from agscl.system.distributed import copy_from_first_rank_, is_distributed
 
 __all__ = [
     "SubspaceConfig",
@@ -263,7 +264,7 @@ def sample_rows(batches: Iterable[Any], count: int, generator: torch.Generator) 
 
 def _gather_ranks(layer_inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     """Gather the inputs of all ranks, which see different data, so that all find the same directions."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return layer_inputs
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {name: [part.cpu() for part in parts] for name, parts in layer_inputs.items()})
@@ -274,8 +275,7 @@ def _gather_ranks(layer_inputs: dict[str, list[Tensor]]) -> dict[str, list[Tenso
 
 
 def _broadcast_first_rank(basis: Tensor) -> Tensor:
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast(basis, 0)
+    copy_from_first_rank_(basis)
     return basis
 
 
