@@ -133,6 +133,18 @@ class MultiHead(nn.Module):
         return head(features)
 
 
+def find_task_parameter(model: nn.Module) -> tuple[int, str] | None:
+    """Which parameter of the forward pass is the task, by position and name: "task", or the second if required."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    for position, parameter in enumerate(parameters):
+        if parameter.name == "task":
+            return position, "task"
+    second = parameters[1] if len(parameters) > 1 else None
+    if second is None or second.kind is not second.POSITIONAL_OR_KEYWORD or second.default is not second.empty:
+        return None
+    return 1, second.name
+
+
 class Heads:
     """Where the heads of a model are, which belongs to which task, and how the model is called for a task.
 
@@ -143,6 +155,7 @@ class Heads:
 
     def __init__(self, model: nn.Module, place: HeadPlace | None = None) -> None:
         self.model, self.place = model, place
+        self._task_parameter = find_task_parameter(model)  # as it is now: a timer, say, may wrap the forward pass later
         self._container: nn.Module | None = None  # of the heads; None where `place` is a function
         self._seen_heads: dict[str, nn.Module] = {}  # and their parameters, by name
         self._seen_parameters: dict[str, nn.Parameter] = {}
@@ -329,22 +342,8 @@ class Heads:
 
     @property
     def task_position(self) -> int | None:
-        """Which argument of the model's forward pass is the task: the one of that name, or the second if required."""
-        parameter = self._find_task_parameter()
-        return None if parameter is None else parameter[0]
-
-    def _find_task_parameter(self) -> tuple[int, str] | None:
-        """Its position and name."""
-        if type(self.model).forward is MultiHead.forward and "forward" not in vars(self.model):
-            return 1, "task"  # an old task is asked for often, and signatures take long
-        parameters = list(inspect.signature(self.model.forward).parameters.values())
-        for position, parameter in enumerate(parameters):
-            if parameter.name == "task":
-                return position, "task"
-        second = parameters[1] if len(parameters) > 1 else None
-        if second is None or second.kind is not second.POSITIONAL_OR_KEYWORD or second.default is not second.empty:
-            return None
-        return 1, second.name
+        """Which argument of the model's forward pass is the task."""
+        return None if self._task_parameter is None else self._task_parameter[0]
 
     @property
     def takes_task(self) -> bool:
@@ -394,7 +393,7 @@ class Heads:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: Callable[[], str | None]
     ) -> str | None:
         """The task, one of `tasks`, that a call of the model is for: `default()` where it names none."""
-        position, name = self._find_task_parameter() or (len(args), "task")
+        position, name = self._task_parameter or (len(args), "task")
         argument: Any = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(argument, str):
             return argument if argument in tasks else None
