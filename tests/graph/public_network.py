@@ -68,7 +68,7 @@ def learn_two_tasks(trunk: nn.Module, exclude: tuple[str, ...] = ()) -> dict[str
     started = time.process_time()
     method = AGSCL(model, x[:2], exclude=exclude)
     seconds = time.process_time() - started
-    optimizer, logits = torch.optim.SGD(model.parameters(), lr=0.01), []
+    optimizer, logits = torch.optim.SGD(model.parameters(), lr=1e-3), []
     for number in range(2):
         task = f"t{number}"
         model.add_head(task, 2)
