@@ -551,9 +551,7 @@ def test_the_papers_form_of_agscl_has_the_bits_of_paper_agscl():
 
 @pytest.mark.parametrize("budget", [0, 0.0, -0.5, 1.5, -3, True, math.nan, math.inf, "half"])
 def test_a_budget_that_is_no_share_and_no_number_of_tasks_is_refused(budget):
-    with pytest.raises(
-        ValueError, match=r"a share of each layer's free nodes|a whole number, a number"
-    ):
+    with pytest.raises(ValueError, match=r"a share of each layer's free nodes|a whole number, a number"):
         AGSCL(MultiHead(mlp()), EXAMPLE, budget=budget)
 
 

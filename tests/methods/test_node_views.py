@@ -385,8 +385,13 @@ def test_what_zero_init_meant_when_the_method_was_made_stays_with_it():
 
 
 def test_a_closed_method_guarantees_nothing_and_learns_no_further_task():
-    model, method, _, _ = learn_tasks()
+    model, method, outputs, _ = learn_tasks()
     method.close()
+    plain = MultiHead(mlp()).eval()
+    for number in range(3):
+        plain.add_head(f"t{number}", 3)
+    plain.load_state_dict(method.state_dict_for("t0"))
+    assert torch.equal(plain(X, "t0"), outputs["t0"])
     assert not method.certificate().guarantees_outputs
     assert "was closed" in str(method.certificate())
     model.add_head("t3", 3)

@@ -41,7 +41,7 @@ def _find_uncovered(method: AGSCL) -> list[str]:
     """The ways in which later tasks may reach outputs of old ones, a clause each."""
     graph, rule = method.graph, method.zero_rule
     uncovered = []
-    if method.is_closed and rule == "earlier_tasks":
+    if method.is_closed and method.hides_weights:
         uncovered.append("the method was closed, and without it old tasks see what later ones learned")
     if rule == "off":
         uncovered.append("with zero_init='off' free nodes reach important ones and old heads")

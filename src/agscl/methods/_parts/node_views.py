@@ -36,7 +36,12 @@ class NodeViewMethod(TaskViewMethod, NodeMethod):
         rule: ZeroRule | Literal["auto"] = config.zero_init
         if rule != "auto":
             return rule
-        return "earlier_tasks" if isinstance(self.model, MultiHead) and config.freezes else "paper"
+        names_task = isinstance(self.model, MultiHead) and self.heads.takes_task
+        return "earlier_tasks" if names_task and config.freezes else "paper"
+
+    @property
+    def hides_weights(self) -> bool:
+        return self._graph is not None and self.zero_rule == "earlier_tasks"
 
     def _init_nodes(self) -> None:
         knowledge: Any = self.knowledge
@@ -54,7 +59,7 @@ class NodeViewMethod(TaskViewMethod, NodeMethod):
             self._follow_zero_rule()
 
     def _follow_zero_rule(self) -> None:
-        if self.zero_rule != "earlier_tasks":
+        if not self.hides_weights:
             self.stop_views()
         elif not self._handles:
             self._inputs = LaterInputs(self.graph)

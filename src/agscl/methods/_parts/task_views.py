@@ -37,8 +37,13 @@ class TaskViewMethod(Method):
         )
 
     @property
+    def hides_weights(self) -> bool:
+        """Whether tasks see different weights."""
+        return True
+
+    @property
     def tasks_need_method(self) -> bool:
-        return bool(self._handles) and len(self.tasks) > 1
+        return self.hides_weights and len(self.tasks) > 1
 
     def list_weight_places(self) -> Iterable[WeightPlace]:
         """The weights of which tasks may see different parts, wherever they are used."""
@@ -55,7 +60,7 @@ class TaskViewMethod(Method):
         """
         with self.viewing(task):  # refuses an unknown task
             state: dict[str, Tensor] = self.model.state_dict()
-        if self._handles and task != self.task:
+        if self.hides_weights and task != self.task:
             names: dict[int, list[str]] = {}
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
@@ -94,7 +99,7 @@ class TaskViewMethod(Method):
             self._shows_all = False
 
     def _prepare_task(self, task: str) -> None:
-        if self.is_closed:
+        if self.is_closed and self.hides_weights:
             raise RuntimeError(
                 f"This {type(self).__name__} was closed: earlier tasks would see what {task!r} changes. Make a new one "
                 "and load the state_dict() of this one."
