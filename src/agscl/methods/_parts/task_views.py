@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.local_tensors import Key, View, make_replaceable, restore_plain_dicts
+from agscl.methods._parts.local_tensors import Key, PerThread, View, make_replaceable, restore_plain_dicts
 
 __all__ = ["TaskViewMethod", "WeightPlace"]
 
@@ -31,6 +31,7 @@ class TaskViewMethod(Method):
         for module, key, _ in self.list_weight_places():  # now, as what was compiled before would be compiled anew
             make_replaceable(module, "_parameters", key)
         self._context_view, self._call_view = View(), View()  # the weights within `viewing`, and of a call under way
+        self._context_task = PerThread()  # whose weights these are
         self._handles = (
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
@@ -83,6 +84,7 @@ class TaskViewMethod(Method):
             task = self._viewed_task
             shown = {} if task is None else self._replace_weights(task)
             self._context_view.show({key: weight.detach() for key, weight in shown.items()})
+            self._context_task.set(task)
 
     def _replace_weights(self, task: str) -> dict[Key, Tensor]:
         """What `task` reads in place of weights. The task under way reads them all."""
@@ -113,6 +115,9 @@ class TaskViewMethod(Method):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         task = self.task_of_call(args, kwargs)
+        if task == self._context_task.get() and self._context_view.is_shown:  # masked once, when it was entered
+            self._call_view.clear()
+            return
         shown = {} if task is None else self._replace_weights(task)
         if not shown and self._context_view.is_shown:  # all weights, within a view of an earlier task
             shown = _by_key(self.list_weight_places())
