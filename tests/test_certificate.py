@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import AGSCL, EWC, Certificate, FineTune, MultiHead, PaperAGSCL, Together
-from agscl.certificate import NEVER, ProbeOutputs, digest_groups, verify
+from agscl.certificate import NEVER, ProbeOutputs, verify
+from agscl.digests import digest_groups
 from loops import adam, bits, learn, make, mlp
 
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from agscl.digests import digest_groups, digest_tensors
 from agscl.system.files import write_atomically
 from agscl.system.tf32 import tf32_allowed
 
@@ -36,73 +36,11 @@ __all__ = [
     "Layout",
     "ProbeOutputs",
     "Verdict",
-    "digest_groups",
-    "digest_tensors",
     "verify",
 ]
 
 FORMAT = "agscl-certificate-1"
 NEVER = 2**31 - 1  # the "first important task" of a node that is still free
-
-
-def _row_bytes(tensor: Tensor) -> Any:
-    """(rows, bytes) of a tensor, as numpy."""
-    flat = tensor.detach().cpu().contiguous()
-    return flat.reshape(len(flat) if flat.dim() else 1, -1).view(torch.uint8).numpy()
-
-
-def digest_tensors(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
-    """One digest over the bits of the named tensors."""
-    total = blake2b(digest_size=16)
-    for name in names:
-        total.update(_row_bytes(tensors[name]).tobytes())
-    return total.hexdigest()
-
-
-def digest_groups(
-    tensors: Mapping[str, Tensor],
-    rows: Mapping[str, Sequence[int]],
-    size: int,
-    later: Mapping[str, tuple[Any, Any]] | None = None,
-) -> list[str]:
-    """A digest per group over the bits of all its rows; `rows[name][r]` is the group of row r of that tensor.
-
-    `later[name]` says, as `Layout.find_later_inputs`, which weights of these rows belong to the group that they read.
-    """
-    totals = [blake2b(digest_size=16) for _ in range(size)]
-    for name, groups in rows.items():
-        _check_rows(name, tensors[name], len(groups))
-        found = _row_bytes(tensors[name])
-        if later is not None and name in later:
-            sources, is_later = later[name]
-            weights = found.reshape(*is_later.shape, -1)
-            found = np.where(is_later[:, :, None], 0, weights).reshape(len(found), -1)
-            for columns, members in _find_alike_rows(sources, len(found)):
-                own = is_later[members]
-                read = np.where(own[:, :, None], weights[members], 0).transpose(1, 0, 2)
-                for column in own.any(0).nonzero()[0]:
-                    totals[columns[column]].update(read[column].tobytes())
-        for group, row in zip(groups, found, strict=True):
-            if group >= 0:
-                totals[group].update(row.tobytes())
-    return [total.hexdigest() for total in totals]
-
-
-def _find_alike_rows(sources: Any, rows: int) -> Iterator[tuple[Any, Any]]:
-    """Each distinct row of `sources` (rows or 1, columns), and the numbers of the rows that are alike."""
-    patterns, numbers = np.unique(sources, axis=0, return_inverse=True)
-    numbers = np.broadcast_to(numbers.reshape(-1), rows)
-    for number, pattern in enumerate(patterns):
-        yield pattern, (numbers == number).nonzero()[0]
-
-
-def _check_rows(name: str, tensor: Tensor, expected: int) -> None:
-    rows = len(tensor) if tensor.dim() else 1
-    if rows != expected:
-        raise ValueError(
-            f"{name} has {rows} rows, expected {expected}: these are the weights of another network, or the layer was "
-            "replaced."
-        )
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from agscl.digests import read_row_bytes
 from agscl.methods._parts.batchnorm import ChannelFreezer, StatisticsFreezer, find_batchnorms
 from agscl.methods._parts.frozen_by_hand import frozen_by_hand
 from agscl.methods._parts.lifecycle import unwrap_model, warn_user
@@ -368,7 +369,7 @@ class _Part:
     def is_unchanged(self) -> bool:
         tensor = self.tensor
         self.follow(tensor)
-        now, then = (_read_bytes(entries) for entries in (tensor.detach()[self.place], self.values.to(tensor.dtype)))
+        now, then = (read_row_bytes(entries) for entries in (tensor.detach()[self.place], self.values.to(tensor.dtype)))
         return bool(np.array_equal(now, then))
 
     def zero_entries(self, gradient: Tensor) -> Tensor:
@@ -477,14 +478,6 @@ def find_positions(which: Index, size: int, kind: str, name: str) -> Tensor:
         raise ValueError(f"Nothing to freeze: {kind} selects none of the {size} {kind} of {name}.")
     distinct: Tensor = found.unique()
     return distinct
-
-
-def _read_bytes(entries: Tensor) -> Any:
-    """(rows, bytes), as numpy."""
-    flat = entries.detach().cpu().contiguous()
-    return (
-        flat.reshape(len(flat), -1).view(torch.uint8).numpy() if flat.dim() else flat.view(1).view(torch.uint8).numpy()
-    )
 
 
 @dataclass(frozen=True)
@@ -601,4 +594,4 @@ def _read_part(name: str, entry: Mapping[str, Any], tensor: Tensor) -> _Part:
 
 
 def _digest_rows(part: _Part, entries: Tensor) -> list[str]:
-    return [blake2b(row.tobytes(), digest_size=16).hexdigest() for row in _read_bytes(part.by_row(entries))]
+    return [blake2b(row.tobytes(), digest_size=16).hexdigest() for row in read_row_bytes(part.by_row(entries))]

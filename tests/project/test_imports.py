@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "agscl"
 
-CORE = {"system", "heads", "graph", "certificate"}
+CORE = {"system", "heads", "graph", "digests", "certificate"}
 LIBRARY = CORE | {"methods._parts", "methods"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "system": set(),
     "heads": {"system"},
     "graph": {"system", "heads"},
-    "certificate": {"system"},
+    "digests": set(),
+    "certificate": {"system", "digests"},
     "methods._parts": CORE,
     "methods": CORE | {"methods._parts"},
     "freezing": CORE | {"methods._parts"},

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.methods._parts.frozen_parts import FixedWeightsKnowledge, FixedWeightsMethod, FixedWeightsPlan
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
-from agscl.methods._parts.plan import remove_parameter
+from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.system.distributed import copy_from_first_rank_, is_distributed

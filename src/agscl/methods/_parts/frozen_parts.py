@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from agscl.certificate import digest_tensors
+from agscl.digests import digest_tensors
 from agscl.methods._parts.batchnorm import StatisticsFreezer, find_trunk_batchnorms
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward, Method

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from agscl.certificate import NEVER, Layout, digest_groups
+from agscl.certificate import NEVER, Layout
+from agscl.digests import digest_groups
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
 from agscl.methods._parts.proximal import group_norms

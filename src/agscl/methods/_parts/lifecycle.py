@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from agscl.certificate import Certificate, Layout, ProbeOutputs, digest_tensors
+from agscl.certificate import Certificate, Layout, ProbeOutputs
+from agscl.digests import digest_tensors
 from agscl.graph.forward import preserve_model_state
 from agscl.heads import HeadPlace, Heads, MultiHead
 from agscl.methods._parts import knowledge as kept

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.knowledge import load_attributes, save_attributes
-from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
+from agscl.methods._parts.optimizer_heads import OptimizerHeads, remove_parameter
 
 if TYPE_CHECKING:
     from agscl.methods._parts.lifecycle import Method
 
-__all__ = ["Plan", "remove_parameter"]
+__all__ = ["Plan"]
 
 
 @dataclass
@@ -30,7 +29,7 @@ class SinceCopy:
     epochs: int = 0
 
 
-class Plan:
+class Plan(OptimizerHeads):
     """One task of a method: its optimizers, the parameters they must not change, and what each step does.
 
     A method's own plan overrides the phases it needs; `saved` names the attributes that a checkpoint holds; all others
@@ -48,6 +47,7 @@ class Plan:
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
+        super().__init__()
         self.method, self.task, self.optimizers = method, task, optimizers
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.main_optimizer = optimizers[0]  # whose steps are counted
@@ -56,8 +56,6 @@ class Plan:
         self.head_parameters: Mapping[str, nn.Parameter] = {}  # of all heads, by name
         self.frozen: list[nn.Parameter] = []  # no step may change them: heads of other tasks, excluded modules
         self._trainable_before: list[nn.Parameter] = []  # those of them that will require gradients again
-        self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
-        self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
         self._since_copy: SinceCopy | None = None  # of a copy, until its optimizer steps
 
     # The life of a plan ----------------------------------------------------------------------------------------------
@@ -128,65 +126,6 @@ class Plan:
         if getattr(self.method, "plan", None) is self:
             self.reconnect_copy()
 
-    def _add_head_to_optimizer(
-        self, groups: Sequence[dict[str, Any]], trained: Set[int], names: Mapping[int, str]
-    ) -> None:
-        """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
-        head = self.method.heads.get_head(self.task, self.method.tasks)
-        target = groups[0]
-        if len(groups) > 1:
-            head_ids = {id(p) for p in self.head_parameters.values()}
-            target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
-            self._warn_of_rate(head, target, groups, trained)
-        for parameter in head.parameters():
-            if id(parameter) not in trained:
-                self._add_to_group(target, parameter, names[id(parameter)])
-
-    def _warn_of_rate(
-        self, head: nn.Module, target: dict[str, Any], groups: Sequence[dict[str, Any]], trained: Set[int]
-    ) -> None:
-        """Warn where the group that a first head joins has a lower rate than another group."""
-        if any(group.get("lr") is None for group in groups):  # the optimizer finds its own
-            return
-        rate, highest = float(target["lr"]), max(float(group["lr"]) for group in groups)
-        is_first = len(self.method.tasks) == 1 and any(id(p) not in trained for p in head.parameters())
-        if is_first and rate < highest:
-            self.method.warn_once(
-                "head rate",
-                f"The heads join the optimizer's first parameter group, whose rate is {rate:g}; another group has "
-                f"{highest:g}. If they are to learn faster, add the head to the optimizer yourself before begin_task, "
-                "with optimizer.add_param_group; later heads follow it.",
-            )
-
-    def _add_to_group(self, group: dict[str, Any], parameter: nn.Parameter, name: str) -> None:
-        group["params"].append(parameter)
-        if "param_names" in group:  # of an optimizer made of named_parameters()
-            group["param_names"].append(name)
-        self._added_parameters.append((group, parameter))
-        self.restart_lbfgs()
-
-    def restart_lbfgs(self) -> None:
-        """Let LBFGS, which keeps vectors as long as all its parameters, start anew: some came, went or were pruned."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                optimizer.state.clear()
-                optimizer._numel_cache = None
-
-    def _average_head(self) -> None:
-        """Where ranks train together, let them start with one head, and average its gradients if DDP will not."""
-        method = self.method
-        if not is_distributed() or method.averaged_by_ddp is None:
-            return
-        for parameter in method.heads.get_head(self.task, method.tasks).parameters():
-            if id(parameter) not in method.averaged_by_ddp and not is_lazy(parameter):
-                copy_from_first_rank_(parameter.detach())
-                self._averaged.append(parameter)
-
-    def _list_parameter_order(self, names: Mapping[int, str]) -> list[list[list[str]]]:
-        """Per optimizer and group, the names of the parameters in their order, by which torch saves their moments."""
-        groups = [optimizer.param_groups for optimizer in self.optimizers]
-        return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
-
     def freeze(self, parameters: Iterable[nn.Parameter], *, skip: Set[int] = frozenset()) -> None:
         """Freeze parameters until the end of this task, but for those with an id in `skip`."""
         plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
@@ -212,13 +151,6 @@ class Plan:
     def proximal_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None: ...
     def end_epoch(self) -> None: ...
 
-    def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average over ranks what DistributedDataParallel does not know: a head added after it was wrapped."""
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._averaged else set()
-        for parameter in self._averaged:
-            if id(parameter) in trained and parameter.grad is not None:
-                average_over_ranks_(parameter.grad)
-
     def count_step(self, optimizer: Optimizer) -> None:
         self.steps += optimizer is self.main_optimizer
 
@@ -236,11 +168,3 @@ class Plan:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         names = [name for name in state if name not in ("task", "epochs")]
         load_attributes(self, {name: state[name] for name in names}, next(self.method.model.parameters()).device)
-
-
-def remove_parameter(group: dict[str, Any], parameter: nn.Parameter) -> None:
-    """Take a parameter, and its name where there are names, out of a group of an optimizer."""
-    for position in reversed([position for position, p in enumerate(group["params"]) if p is parameter]):
-        del group["params"][position]
-        if "param_names" in group:
-            del group["param_names"][position]

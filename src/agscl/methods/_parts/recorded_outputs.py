@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from agscl.certificate import ProbeOutputs, digest_tensors
+from agscl.certificate import ProbeOutputs
+from agscl.digests import digest_tensors
 from agscl.heads import MultiHead
 
 __all__ = ["compare_outputs", "concat_tensors", "record_outputs"]

@@ -1,0 +1,105 @@
+"""Heads in optimizers: a new task's head joins an optimizer, and ranks that train together average its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
+
+if TYPE_CHECKING:
+    from agscl.methods._parts.lifecycle import Method
+
+__all__ = ["OptimizerHeads", "remove_parameter"]
+
+
+class OptimizerHeads:
+    """The part of a plan that adds parameters to its optimizers."""
+
+    method: Method
+    optimizers: tuple[Optimizer, ...]
+    task: str
+    head_parameters: Mapping[str, nn.Parameter]
+
+    def __init__(self) -> None:
+        self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
+        self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
+
+    def _add_head_to_optimizer(
+        self, groups: Sequence[dict[str, Any]], trained: Set[int], names: Mapping[int, str]
+    ) -> None:
+        """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
+        head = self.method.heads.get_head(self.task, self.method.tasks)
+        target = groups[0]
+        if len(groups) > 1:
+            head_ids = {id(p) for p in self.head_parameters.values()}
+            target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
+            self._warn_of_rate(head, target, groups, trained)
+        for parameter in head.parameters():
+            if id(parameter) not in trained:
+                self._add_to_group(target, parameter, names[id(parameter)])
+
+    def _warn_of_rate(
+        self, head: nn.Module, target: dict[str, Any], groups: Sequence[dict[str, Any]], trained: Set[int]
+    ) -> None:
+        """Warn where the group that a first head joins has a lower rate than another group."""
+        if any(group.get("lr") is None for group in groups):  # the optimizer finds its own
+            return
+        rate, highest = float(target["lr"]), max(float(group["lr"]) for group in groups)
+        is_first = len(self.method.tasks) == 1 and any(id(p) not in trained for p in head.parameters())
+        if is_first and rate < highest:
+            self.method.warn_once(
+                "head rate",
+                f"The heads join the optimizer's first parameter group, whose rate is {rate:g}; another group has "
+                f"{highest:g}. If they are to learn faster, add the head to the optimizer yourself before begin_task, "
+                "with optimizer.add_param_group; later heads follow it.",
+            )
+
+    def _add_to_group(self, group: dict[str, Any], parameter: nn.Parameter, name: str) -> None:
+        group["params"].append(parameter)
+        if "param_names" in group:  # of an optimizer made of named_parameters()
+            group["param_names"].append(name)
+        self._added_parameters.append((group, parameter))
+        self.restart_lbfgs()
+
+    def restart_lbfgs(self) -> None:
+        """Let LBFGS, which keeps vectors as long as all its parameters, start anew: some came, went or were pruned."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.state.clear()
+                optimizer._numel_cache = None
+
+    def _average_head(self) -> None:
+        """Where ranks train together, let them start with one head, and average its gradients if DDP will not."""
+        method = self.method
+        if not is_distributed() or method.averaged_by_ddp is None:
+            return
+        for parameter in method.heads.get_head(self.task, method.tasks).parameters():
+            if id(parameter) not in method.averaged_by_ddp and not is_lazy(parameter):
+                copy_from_first_rank_(parameter.detach())
+                self._averaged.append(parameter)
+
+    def _list_parameter_order(self, names: Mapping[int, str]) -> list[list[list[str]]]:
+        """Per optimizer and group, the names of the parameters in their order, by which torch saves their moments."""
+        groups = [optimizer.param_groups for optimizer in self.optimizers]
+        return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
+
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average over ranks what DistributedDataParallel does not know: a head added after it was wrapped."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._averaged else set()
+        for parameter in self._averaged:
+            if id(parameter) in trained and parameter.grad is not None:
+                average_over_ranks_(parameter.grad)
+
+
+def remove_parameter(group: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Take a parameter, and its name where there are names, out of a group of an optimizer."""
+    for position in reversed([position for position, p in enumerate(group["params"]) if p is parameter]):
+        del group["params"][position]
+        if "param_names" in group:
+            del group["param_names"][position]
