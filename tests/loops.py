@@ -70,7 +70,7 @@ def learn(
         torch.manual_seed(number)  # the new head's weights
         if isinstance(model, MultiHead) and task not in model.heads:
             model.add_head(task, 3)
-        method.begin_task(task, optimizer)
+        method.begin_task(task, optimizer, epochs=epochs if "epochs" in method.needs else None)
     model.train()
     for step in range(epochs * len(data)) if steps is None else steps:
         x, y = data[step % len(data)]

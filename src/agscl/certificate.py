@@ -159,6 +159,9 @@ class Finding:
     def ok(self) -> bool:
         return not (self.moved or self.nonzero or self.heads)
 
+    def __bool__(self) -> bool:
+        return self.ok
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -260,7 +263,7 @@ class Certificate:
             nodes = f"{len(self.important)} nodes are important from now on"
         zeros = f"{self.zeros()} weights into important nodes are exactly 0, "
         if self.zero_rule == "earlier_tasks":
-            zeros = "each task sees the nodes of later ones as 0, "
+            zeros = "no task sees nodes that later ones took, "
         if self.moved_after_task or not self.layout.size:
             zeros = ""
         kind = "guaranteed for good" if self.kind == "guaranteed" else "in this task; a later one may change them"

@@ -493,6 +493,9 @@ class FreezeReport:
     def ok(self) -> bool:
         return not self.moved
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __str__(self) -> str:
         lines = [f"CHANGED although frozen: {', '.join(self.changed)}"] if self.changed else []
         if self.kept:

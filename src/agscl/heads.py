@@ -81,6 +81,8 @@ class MultiHead(nn.Module):
         self.trunk = trunk
         self.heads = nn.ModuleDict()
         self.features = features
+        self.loaded_heads: set[str] = set()  # tasks whose heads came by load_state_dict, learned elsewhere perhaps
+        self.register_load_state_dict_post_hook(_note_loaded_heads)  # type: ignore[no-untyped-call]
 
     def add_head(self, task: str, outputs: Outputs) -> nn.Module:
         """Add the head of a new task: a number of outputs, a module, or a dict of either."""
@@ -143,6 +145,12 @@ def find_task_parameter(model: nn.Module) -> tuple[int, str] | None:
     if second is None or second.kind is not second.POSITIONAL_OR_KEYWORD or second.default is not second.empty:
         return None
     return 1, second.name
+
+
+def _note_loaded_heads(model: nn.Module, incompatible: Any) -> None:
+    assert isinstance(model, MultiHead)
+    missing = [key for key in incompatible.missing_keys if "heads." in key]
+    model.loaded_heads = {task for task in model.heads if not any(f"heads.{task}." in key for key in missing)}
 
 
 class Heads:

@@ -231,7 +231,7 @@ class AGSCL(NodeViewMethod):
 
     >>> method = AGSCL(model, example_input)
 
-    No setting is needed (`AGSCLConfig` lists them); `example_input`, `heads` and the like are those of `NodeMethod`.
+    No setting is needed; `AGSCL.Config` lists them. `example_input`: a batch of inputs; `heads`: where your own are.
     """
 
     title = "AGS-CL"

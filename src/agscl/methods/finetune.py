@@ -12,3 +12,4 @@ class FineTune(Method):
 
     title = "fine-tuning"
     formula = ("the task's loss alone",)
+    protects = False

@@ -125,7 +125,7 @@ class Together(Method):
     def state_dict_for(self, task: str) -> dict[str, Tensor]:
         """The model's state_dict as `task` sees it, by the method that hides weights of later tasks, if one does."""
         method = next((method for method in self.methods if isinstance(method, TaskViewMethod)), None)
-        return self.model.state_dict() if method is None else method.state_dict_for(task)
+        return super().state_dict_for(task) if method is None else method.state_dict_for(task)
 
     def memory(self) -> dict[str, int]:
         """The sum of what the methods hold."""

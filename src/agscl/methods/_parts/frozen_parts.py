@@ -109,8 +109,9 @@ class FixedWeightsMethod(FrozenPartsMethod):
             self.warn_once(
                 "buffers",
                 f"Buffers of the trunk changed since task {self.tasks[0]!r} ended: {listed}. Outputs of old tasks "
-                "change with them. From the second task on put the module that updates them into eval mode, after "
-                "each model.train(), or move it into the heads.",
+                "change with them. Between end_task and begin_task run the model in eval mode only. From the second "
+                "task on put a module of your own that updates buffers into eval mode, after each model.train(), or "
+                "move it into the heads. To undo it, load the weights that the first task ended with.",
             )
 
     def _digest_buffers(self) -> dict[str, str]:

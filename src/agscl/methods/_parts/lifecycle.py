@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import sys
 import warnings
@@ -71,12 +72,23 @@ class Method:
     Plan: ClassVar[type[plans.Plan]] = plans.Plan
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What a loop must do beside begin_task, steps and end_task. A missing count is an error in begin_task."""
+    protects: ClassVar[bool] = True
+    """Whether it is meant to keep what was learned; false for fine-tuning."""
     owns_weights: ClassVar[bool] = False
     """Whether it decides which weights are free, and changes those: two such methods would undo each other's work."""
     search: ClassVar[tuple[SearchAxis, ...]] = ()
     """The settings that a search tries, one after the other."""
     paper: ClassVar[Mapping[str, Any]] = {}
     """Settings that give the form behind the AGS-CL paper's table: `Kind(model, lam=…, **Kind.paper)`."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Self:
+        takes_example = "example_input" in inspect.signature(cls.__init__).parameters
+        if len(args) == 2 and isinstance(args[0], nn.Module) and not (takes_example or isinstance(args[1], Method)):
+            raise TypeError(
+                f"{cls.__name__} takes the model alone, {cls.__name__}(model, …): only AGSCL, PaperAGSCL and HAT need "
+                "an example input."
+            )
+        return super().__new__(cls)
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
         setting_names = [field.name for field in fields(self.Config)]
@@ -141,7 +153,12 @@ class Method:
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
-        """Start learning `task`: hook the optimizers, add the new head to them, freeze the other heads."""
+        """Start learning `task`: hook the optimizers, add the new head to them, freeze the other heads.
+
+        The head joins the parameter group that holds heads already, else the first group of the first optimizer, unless
+        an optimizer holds it. `epochs`: how often the loop will call `end_epoch`; `steps_per_epoch`: how many optimizer
+        steps lie between. Methods that prune or anneal follow them; the smallest that is likely will do.
+        """
         if self.task is not None:
             raise RuntimeError(f"Task {self.task!r} is still under way: call end_task before begin_task({task!r}).")
         if not isinstance(task, str) or not task:
@@ -158,7 +175,7 @@ class Method:
         self._check_optimizers(optimizers)
         for named in [*self.tasks[-1:], task]:
             self.heads.get_head(named, [*self.tasks, task])  # an error here leaves everything as it was
-        self._warn_of_unprotected()
+        self._warn_of_unprotected(task)
         self.heads.initialise_head(task)
         self.tasks.append(task)
         try:
@@ -225,6 +242,18 @@ class Method:
         self._record_outputs(plan.task)
         self.knowledge.weight_dtypes = self._list_dtypes()
         _LEARNED.setdefault(self.model, set()).add(plan.task)
+
+    def state_dict_for(self, task: str) -> dict[str, Tensor]:
+        """The model's state_dict with which a plain copy of the model runs `task` as it was learned."""
+        if task not in self.tasks:
+            raise ValueError(f"Task {task!r} has not begun. Tasks so far: {', '.join(self.tasks) or 'none'}.")
+        if self.tasks_need_method:
+            raise NotImplementedError(
+                f"{type(self).__name__} shows each task another model, which weights alone cannot hold. Save the "
+                "method with the model: method.state_dict() and load_state_dict."
+            )
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
 
     def loss(self, x: Any, output: Any) -> Tensor:
         """A term to add to the task's loss; 0 for methods that need none."""
@@ -544,8 +573,16 @@ class Method:
                 f"was not ended; go back to the last good weights, or {self._divergence_advice}."
             )
 
-    def _warn_of_unprotected(self) -> None:
+    def _warn_of_unprotected(self, task: str) -> None:
         """Warn where a new task will change what the method cannot protect: a shared head, another method's tasks."""
+        loaded: set[str] = getattr(self.model, "loaded_heads", set())
+        if unknown := sorted(loaded - {task}) if self.protects and not self.tasks else []:
+            self.warn_once(
+                "loaded heads",
+                f"The model was loaded with heads of {', '.join(unknown)}, which this {type(self).__name__} did not "
+                "learn: nothing protects them. If they were learned before, load the state of the method, too, before "
+                "begin_task: method.load_state_dict(…).",
+            )
         if self.tasks and self.heads.is_shared:
             self.warn_once(
                 "shared head",

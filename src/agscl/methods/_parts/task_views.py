@@ -55,13 +55,11 @@ class TaskViewMethod(Method):
         raise NotImplementedError
 
     def state_dict_for(self, task: str) -> dict[str, Tensor]:
-        """The model's state_dict as `task` sees it: with it a plain copy of the model runs that task, without a method.
-
-        It shares memory with the model where nothing is hidden.
-        """
-        with self.viewing(task):  # refuses an unknown task
-            state: dict[str, Tensor] = self.model.state_dict()
-        if self.hides_weights and task != self.task:
+        """As `Method.state_dict_for`; it shares memory with the model where nothing is hidden."""
+        if task not in self.tasks or not self.hides_weights:
+            return super().state_dict_for(task)
+        state: dict[str, Tensor] = self.model.state_dict()
+        if task != self.task:
             names: dict[int, list[str]] = {}
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
