@@ -138,3 +138,8 @@ def test_inspect_names_all_refused_layers_in_one_option_that_works(tmp_path, mon
 def test_messages_about_several_layers_become_one_option():
     message = "Use a ReLU, or exclude=['a.0', \"b\"]. Check heads= and exclude=."
     assert write_exclude_as_option(message) == "Use a ReLU, or --exclude a.0 b. Check --heads and --exclude."
+
+
+def test_a_shape_on_which_an_own_model_cannot_run_is_named(capsys):
+    assert main(["inspect", "own_models:convolution", "--input-shape", "64", "8", "8"]) == 2
+    assert "--input-shape 64 8 8: the model cannot run on such a batch: " in capsys.readouterr().err

@@ -700,14 +700,14 @@ def test_the_error_lists_every_refused_layer_with_equal_reasons_together() -> No
 
 def test_an_activation_that_is_not_supported_is_named() -> None:
     model, args = build("gelu")
-    with pytest.raises(NodeGraphError, match="gelu, which the model calls, will not do"):
+    with pytest.raises(NodeGraphError, match="The model calls gelu, which will not do"):
         NodeGraph(model, args)
 
 
 @pytest.mark.parametrize("activation", [nn.LeakyReLU(), nn.GELU()], ids=lambda module: type(module).__name__)
 def test_heads_are_only_offered_for_a_layer_that_may_be_the_output_layer(activation) -> None:
     hidden = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 8), nn.ReLU())
-    with pytest.raises(NodeGraphError, match=r"trunk\.0: .* Use ReLU there\.") as caught:
+    with pytest.raises(NodeGraphError, match=r"trunk\.0: .* Let a ReLU come next\.") as caught:
         NodeGraph(MultiHead(hidden), torch.randn(2, 8))
     assert "head" not in str(caught.value)
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -66,6 +66,11 @@ def inspect(
         advice = (_advise_on_output_layer(what, input_shape, model, example, layer) for layer in layers)
         raise UsageError(next(filter(None, advice), "") or write_exclude_as_option(str(error))) from error
     except Exception as error:  # whatever the user's own model raises
+        if ":" in what and isinstance(error, ValueError) and error.__cause__ is not None:  # it does not run
+            shape = " ".join(map(str, input_shape))
+            raise UsageError(
+                f"--input-shape {shape}: the model cannot run on such a batch: {error.__cause__}"
+            ) from error
         raise UsageError(
             f"could not find the model's nodes: {type(error).__name__}: {write_exclude_as_option(str(error))}"
         ) from error

@@ -469,14 +469,14 @@ class NodeGraph:
         active = torch.zeros(self.size + 1, dtype=torch.bool)
         for site in self.relu_sites:
             active[site.groups] = True
-        others = f" ({', '.join(self._other_activations)}, which the model calls, will not do)"
+        others = f" The model calls {', '.join(self._other_activations)}, which will not do."
         reason = (
-            "no ReLU or ReLU6 reads its outputs, and a node's importance is its mean ReLU activation"
-            f"{others if self._other_activations else ''}."
+            "no ReLU or ReLU6 reads its outputs straight, without a layer in between that mixes them (LayerNorm, say); a "
+            f"node's importance is its mean ReLU activation.{others if self._other_activations else ''}"
         )
         for layer in self.layers.values():
             if not bool(active[layer.groups].all()):
-                remedy = "Use ReLU there." if self._other_activations else "Put a ReLU after it."
+                remedy = "Let a ReLU come next."
                 readers = [reader for reader in self.readers_of[layer.name] if not self.readers[reader].is_head]
                 if isinstance(self.model, MultiHead) and not readers:
                     remedy += " If it is an output layer, take it out of the trunk: every task gets a head of its own."
