@@ -471,8 +471,8 @@ class NodeGraph:
             active[site.groups] = True
         others = f" The model calls {', '.join(self._other_activations)}, which will not do."
         reason = (
-            "no ReLU or ReLU6 reads its outputs straight, without a layer in between that mixes them (LayerNorm, say); a "
-            f"node's importance is its mean ReLU activation.{others if self._other_activations else ''}"
+            "no ReLU or ReLU6 reads its outputs straight, without a layer in between that mixes them (LayerNorm, say); "
+            f"a node's importance is its mean ReLU activation.{others if self._other_activations else ''}"
         )
         for layer in self.layers.values():
             if not bool(active[layer.groups].all()):
