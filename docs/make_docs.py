@@ -745,8 +745,16 @@ def budget_choice(result: Result) -> str:
     lines = ["| variant | average validation accuracy, %, of seeds 1000 and 1001 | mean |", "|---|---|---|"]
     for name, values in sorted(both.items(), key=lambda row: -statistics.mean(row[1])):
         cells = ", ".join(f"{100 * value:.1f}" for value in values)
-        lines.append(f"| {name} | {cells} | {100 * statistics.mean(values):.1f} |")
+        label = name.replace("today's default", "the default then")
+        lines.append(f"| {label} | {cells} | {100 * statistics.mean(values):.1f} |")
     return "\n".join([*lines, "", f"{result['note'].capitalize()}: {source(result)}"])
+
+
+@made_from("search/tinyimagenet32-ten-epochs")
+def ten_epochs(result: Result) -> str:
+    lines = ["| variant | average validation accuracy, % |", "|---|---|"]
+    lines += [f"| {name} | {100 * row['valid_accuracy']:.1f} |" for name, row in result["variants"].items()]
+    return "\n".join([*lines, "", f"Seed 1000: {source(result)}"])
 
 
 @made_from("benchmarks/ppo_cuda")
@@ -972,6 +980,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "control": control,
     "ppo-cuda": ppo_cuda,
     "budget-choice": budget_choice,
+    "ten-epochs": ten_epochs,
     "unseen": unseen,
     "unseen-means": unseen_means,
     "paper-runs": paper_runs,
