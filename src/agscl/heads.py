@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -250,28 +250,25 @@ class Heads:
         return {name: p for name, p in list_parameters(self.model).items() if id(p) in ids}
 
     def recall_parameters(
-        self, tasks: Sequence[str], trained: Set[int]
+        self, tasks: Sequence[str], *, again: bool = False
     ) -> tuple[dict[str, nn.Parameter], dict[int, str]]:
         """As `parameters` and `name_parameters`, without a look into heads seen before: there may be hundreds.
 
-        Only where optimizers hold a parameter (`trained`, their ids) that is not known, all are listed again: a loop
-        may have replaced some, e.g. by `load_state_dict(…, assign=True)`.
+        With `again`, all are looked into.
         """
-        if isinstance(self._container, nn.ModuleDict | nn.ModuleList):
-            modules = self._container._modules
-            if not self._seen_heads.items() <= modules.items():  # one was replaced
-                self._forget_heads()
-            for key in [key for key in modules if key not in self._seen_heads]:
-                head = self._seen_heads[key] = self._container.get_submodule(key)
-                for name, parameter in list_parameters(head).items():
-                    self._seen_parameters[f"{self.prefix}.{key}.{name}"] = parameter
-                    self._seen_names[id(parameter)] = f"{self.prefix}.{key}.{name}"
-            names = {**self._seen_names, **{id(p): name for name, p in self.list_trunk_parameters().items()}}
-            if trained <= names.keys():
-                return self._seen_parameters.copy(), names
+        if not isinstance(self._container, nn.ModuleDict | nn.ModuleList):
+            found = self.parameters(tasks)
+            return found, self.name_parameters(found)
+        modules = self._container._modules
+        if again or not self._seen_heads.items() <= modules.items():  # one was replaced
             self._forget_heads()
-        found = self.parameters(tasks)
-        return found, self.name_parameters(found)
+        for key in [key for key in modules if key not in self._seen_heads]:
+            head = self._seen_heads[key] = self._container.get_submodule(key)
+            for name, parameter in list_parameters(head).items():
+                self._seen_parameters[f"{self.prefix}.{key}.{name}"] = parameter
+                self._seen_names[id(parameter)] = f"{self.prefix}.{key}.{name}"
+        trunk = {id(p): name for name, p in self.list_trunk_parameters().items()}
+        return self._seen_parameters.copy(), {**self._seen_names, **trunk}
 
     def _forget_heads(self) -> None:
         self._seen_heads, self._seen_parameters, self._seen_names = {}, {}, {}

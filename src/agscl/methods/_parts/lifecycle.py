@@ -629,7 +629,7 @@ class Method:
         *others, current = self.tasks
         before, digests, suspects = self._head_versions, self.knowledge.head_digests, others[-1:]
         versions = dict(zip(heads, [p._version for p in heads.values()], strict=True))
-        if [*map(versions.get, before)] != [*before.values()]:
+        if not before.items() <= versions.items():
             written = {name for name, version in before.items() if versions.get(name, version) != version}
             names = {task: self.heads.tensor_names(task, self.tasks) for task in others}
             suspects = [task for task in others if task in suspects or written.intersection(names[task])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OptimizerHeads", "remove_parameter"]
 
+Order = list[list[list[str]]]
+"""Per optimizer and group, the names of the parameters in their order, by which torch saves their moments."""
+
 
 class OptimizerHeads:
     """The part of a plan that adds parameters to its optimizers."""
@@ -27,31 +30,50 @@ class OptimizerHeads:
     head_parameters: Mapping[str, nn.Parameter]
 
     def __init__(self) -> None:
+        self._names: Mapping[int, str] = {}  # of the model's parameters, by id
         self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
         self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
 
-    def _add_head_to_optimizer(
-        self, groups: Sequence[dict[str, Any]], trained: Set[int], names: Mapping[int, str]
-    ) -> None:
-        """Give the head to the group that holds heads already, else to the first group of the first optimizer."""
+    def _name_parameters(self) -> Order:
+        """The names of the optimizers' parameters; lists the heads again where one is unknown.
+
+        A loop may have replaced some, e.g. by `load_state_dict(…, assign=True)`.
+        """
+        heads, tasks = self.method.heads, self.method.tasks
+        self.head_parameters, self._names = heads.recall_parameters(tasks)
+        order = self._list_parameter_order()
+        if any("" in group for groups in order for group in groups):
+            self.head_parameters, self._names = heads.recall_parameters(tasks, again=True)
+            order = self._list_parameter_order()
+        return order
+
+    def _add_head_to_optimizer(self, order: Order) -> None:
+        """Give the head to the group that holds heads already, else to the first group of the first optimizer.
+
+        `order` grows with what is added.
+        """
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        group_names = [names for each in order for names in each]
         head = self.method.heads.get_head(self.task, self.method.tasks)
-        target = groups[0]
+        added = [p for p in head.parameters() if not any(self._names[id(p)] in names for names in group_names)]
+        target = 0
         if len(groups) > 1:
-            head_ids = {id(p) for p in self.head_parameters.values()}
-            target = next((g for g in groups if any(id(p) in head_ids for p in g["params"])), groups[0])
-            self._warn_of_rate(head, target, groups, trained)
-        for parameter in head.parameters():
-            if id(parameter) not in trained:
-                self._add_to_group(target, parameter, names[id(parameter)])
+            holders = [not self.head_parameters.keys().isdisjoint(names) for names in group_names]
+            target = holders.index(True) if any(holders) else 0
+            self._warn_of_rate(added, groups[target], groups)
+        for parameter in added:
+            name = self._names[id(parameter)]
+            self._add_to_group(groups[target], parameter, name)
+            group_names[target].append(name)
 
     def _warn_of_rate(
-        self, head: nn.Module, target: dict[str, Any], groups: Sequence[dict[str, Any]], trained: Set[int]
+        self, added: Sequence[nn.Parameter], target: dict[str, Any], groups: Sequence[dict[str, Any]]
     ) -> None:
         """Warn where the group that a first head joins has a lower rate than another group."""
         if any(group.get("lr") is None for group in groups):  # the optimizer finds its own
             return
         rate, highest = float(target["lr"]), max(float(group["lr"]) for group in groups)
-        is_first = len(self.method.tasks) == 1 and any(id(p) not in trained for p in head.parameters())
+        is_first = len(self.method.tasks) == 1 and bool(added)
         if is_first and rate < highest:
             self.method.warn_once(
                 "head rate",
@@ -84,8 +106,8 @@ class OptimizerHeads:
                 copy_from_first_rank_(parameter.detach())
                 self._averaged.append(parameter)
 
-    def _list_parameter_order(self, names: Mapping[int, str]) -> list[list[list[str]]]:
-        """Per optimizer and group, the names of the parameters in their order, by which torch saves their moments."""
+    def _list_parameter_order(self) -> Order:
+        names = self._names
         groups = [optimizer.param_groups for optimizer in self.optimizers]
         return [[[names.get(id(p), "") for p in group["params"]] for group in each] for each in groups]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,15 +63,15 @@ class Plan(OptimizerHeads):
     def attach(self) -> None:
         """Hook the optimizers, give them the new head, freeze the other heads."""
         method = self.method
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        trained = {id(p) for group in groups for p in group["params"]}
-        self.head_parameters, names = method.heads.recall_parameters(method.tasks, trained)
-        self._add_head_to_optimizer(groups, trained, names)
+        order = self._name_parameters()
+        self._add_head_to_optimizer(order)
         self._average_head()
-        method.knowledge.parameter_order = self._list_parameter_order(names)
+        method.knowledge.parameter_order = order
         if not method.heads.is_shared:
-            own_head = {id(p) for p in method.heads.get_head(self.task, method.tasks).parameters()}
-            self.freeze(self.head_parameters.values(), skip=own_head)
+            others = dict(self.head_parameters)
+            for name in method.heads.tensor_names(self.task, method.tasks):
+                others.pop(name, None)  # buffers have names, too
+            self.freeze(others.values())
         for optimizer in self.optimizers:
             StepHooks.attach(optimizer, self)
 
@@ -126,19 +126,26 @@ class Plan(OptimizerHeads):
         if getattr(self.method, "plan", None) is self:
             self.reconnect_copy()
 
-    def freeze(self, parameters: Iterable[nn.Parameter], *, skip: Set[int] = frozenset()) -> None:
-        """Freeze parameters until the end of this task, but for those with an id in `skip`."""
-        plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
-        earlier = {id(p) for plan in plans for p in plan._trainable_before}  # frozen by another method already
-        for parameter in parameters:  # once over all of them: there may be hundreds of heads
-            if id(parameter) in skip or (type(parameter) is not nn.Parameter and is_lazy(parameter)):
-                continue  # a lazy one is of a head that no forward pass has run yet
-            if parameter.requires_grad or id(parameter) in earlier:
-                self._trainable_before.append(parameter)
-                parameter.requires_grad = False
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Freeze parameters until the end of this task."""
+        # a lazy one is of a head that no forward pass has run yet
+        parameters = [p for p in parameters if type(p) is nn.Parameter or not is_lazy(p)]
+        trainable = [p for p in parameters if p.requires_grad]
+        if len(trainable) < len(parameters):
+            earlier = self._list_frozen_earlier()
+            self._trainable_before += [p for p in parameters if id(p) in earlier]
+        for parameter in trainable:
+            parameter.requires_grad = False
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = None
-            self.frozen.append(parameter)
+        self._trainable_before += trainable
+        self.frozen += parameters
+
+    def _list_frozen_earlier(self) -> set[int]:
+        """Ids of what plans of these optimizers have frozen and will free again."""
+        plans = [plan for o in self.optimizers if (hooks := StepHooks.get(o)) for plan in hooks.plans]
+        return {id(p) for plan in plans for p in plan._trainable_before}
 
     # The phases of a step; empty unless overridden -------------------------------------------------------------------
 
