@@ -39,10 +39,10 @@ Change = Callable[[], None]
 def keep_rate() -> None:
     """The loop's learning rate is not restarted when nodes have been pruned."""
     from agscl.fast.engine import GraphEngine
-    from agscl.training.engine import PlainEngine
+    from agscl.training.plateau_schedule import PlateauSchedule
 
-    for engine in (PlainEngine, GraphEngine):
-        engine.restart_rate = lambda self: None  # type: ignore[method-assign]
+    for schedule in (PlateauSchedule, GraphEngine):
+        schedule.restart_rate = lambda self: None  # type: ignore[method-assign]
 
 
 def scale_with(steps_left: float) -> None:

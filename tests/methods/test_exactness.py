@@ -309,7 +309,7 @@ def test_in_the_form_for_a_gpu_all_is_as_exact_and_the_same_is_learned(name: str
         return flat[-1]
 
     monkeypatch.setattr("agscl.methods.agscl.make_rows", make_flat)
-    monkeypatch.setattr("agscl.methods._parts.zero_masks.uses_bits", lambda tensor: True)
+    monkeypatch.setattr("agscl.methods._parts.zero_init.uses_bits", lambda tensor: True)
     record = learn(name, OPTIMIZERS["Adam"], lam=lam)
     assert any(isinstance(rows, FlatRows) for rows in flat)
     if math.isinf(lam):

@@ -25,8 +25,7 @@ import agscl
 from agscl import EWC, GPM, HAT, SPG, TRGP, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
 from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
-from agscl.methods._parts.subspaces import extract_inputs, project
-from agscl.methods.gpm import extend_basis
+from agscl.methods._parts.subspaces import extend_basis, extract_inputs, project
 from agscl.networks import NETWORKS
 from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task

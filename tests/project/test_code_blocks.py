@@ -238,7 +238,7 @@ def test_the_code_of_a_page_runs(section, hub, tmp_path, monkeypatch):
     if section.startswith("docs/data.md"):
         add_data(tmp_path, hub)
     if "Hugging Face" in section:
-        constants = pytest.importorskip("huggingface_hub").constants
+        constants = pytest.importorskip("huggingface_hub.constants")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     try:

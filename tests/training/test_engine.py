@@ -12,6 +12,7 @@ import torch
 import agscl
 from agscl import FineTune
 from agscl.training import Engine, PlainEngine
+from agscl.training.plateau_schedule import PlateauSchedule
 from trainers import QUICK, TASKS, finish, make_trainer
 
 SOURCE = Path(agscl.__file__).parent
@@ -112,12 +113,13 @@ def test_nothing_but_the_engine_knows_the_fast_engines():
     assert naming == {"training/engine.py"}
 
 
-def test_the_best_weights_and_the_rate_are_the_engines_to_choose():
-    class NeverBetter(PlainEngine):
+def test_the_best_weights_and_the_rate_are_the_schedules_to_choose():
+    class NeverBetter(PlateauSchedule):
         def select_best(self, valid_loss):
             self.drop_rate()
 
-    trainer = make_trainer(FineTune, replace(QUICK, epochs=2), tasks=TASKS[:1], engine=NeverBetter)
+    trainer = make_trainer(FineTune, replace(QUICK, epochs=2), tasks=TASKS[:1], engine=PlainEngine)
+    trainer.engine.schedule = NeverBetter(trainer)
     while trainer.epoch < 2:
         trainer.advance()
     assert trainer.best_weights is None

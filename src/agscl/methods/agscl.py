@@ -41,7 +41,7 @@ from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
 from agscl.methods._parts.reinit import choose_groups, reinitialise_, synchronise_generator
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.zero_masks import ZeroMasks, ZeroRule, zero_outgoing_
+from agscl.methods._parts.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from agscl.methods._parts.search_axis import SearchAxis
-from agscl.methods._parts.subspaces import SubspaceConfig, SubspaceMethod
+from agscl.methods._parts.subspaces import SubspaceConfig, SubspaceMethod, extend_basis
 
 __all__ = ["GPM", "GPMConfig"]
 
@@ -45,24 +43,3 @@ class GPM(SubspaceMethod):
 
     def _extend_basis(self, name: str, inputs: Tensor, threshold: float) -> Tensor:
         return extend_basis(self.knowledge.bases.get(name), inputs, threshold)
-
-
-def extend_basis(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
-    """Extend `old_basis` until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
-    bases = []
-    for number, group_inputs in enumerate(inputs.double()):
-        basis = group_inputs.new_empty(len(group_inputs), 0) if old_basis is None else old_basis[number].double()
-        basis = basis[:, (basis != 0).any(0)]
-        remainder = group_inputs - basis @ (basis.T @ group_inputs)
-        directions, singular_values, _ = torch.linalg.svd(remainder, full_matrices=False)
-        total, energy = group_inputs.square().sum(), singular_values.square()
-        explained = (total - energy.sum()).clamp(min=0) + energy.cumsum(0)  # with 1, 2, … more directions
-        needed = int((explained < threshold * total).sum()) + 1 if explained[0] - energy[0] < threshold * total else 0
-        numerical_rank = int(
-            (singular_values > group_inputs.abs().max() * max(group_inputs.shape) * torch.finfo(inputs.dtype).eps).sum()
-        )
-        count = min(needed, numerical_rank, len(group_inputs) - basis.shape[1])
-        extended = torch.linalg.qr(torch.cat([basis, directions[:, :count]], 1))[0]
-        bases.append(extended.to(inputs.dtype))
-    widest = max(basis.shape[1] for basis in bases)
-    return torch.stack([F.pad(basis, (0, widest - basis.shape[1])) for basis in bases])

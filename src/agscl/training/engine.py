@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.training.optimizers import make_optimizer
+from agscl.training.plateau_schedule import PlateauSchedule
 
 if TYPE_CHECKING:
     from agscl.training.trainer import Trainer
@@ -63,16 +64,12 @@ class Engine(ABC):
 
 
 class PlainEngine(Engine):
-    """Runs steps one by one, and decides on the host which weights are best and when the learning rate drops."""
+    """Runs steps one by one; its `schedule` decides which weights are best and when the learning rate drops."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
+        self.schedule = PlateauSchedule(trainer)
         self._batches: tuple[Tensor, ...] | None = None  # the rows of each batch of the epoch under way
-
-    @property
-    def optimizer(self) -> Optimizer:
-        assert self.trainer.optimizer is not None
-        return self.trainer.optimizer
 
     def make_optimizer(self) -> Optimizer:
         return make_optimizer(self.trainer.config, self.trainer.model.parameters())
@@ -104,50 +101,19 @@ class PlainEngine(Engine):
         if pruned:  # weights of earlier epochs cannot be restored any more
             trainer.best_loss, trainer.stalled_epochs = math.inf, 0
         trainer.check_finite()
-        loss, rate, valid_loss = trainer.loss_sum.item() / trainer.examples, self.optimizer.param_groups[0]["lr"], None
+        loss, valid_loss = trainer.loss_sum.item() / trainer.examples, None
+        rate = self.schedule.optimizer.param_groups[0]["lr"]
         if config.validates:
             valid_loss = float(trainer.ranks.broadcast(trainer.validation_loss().item()))
-            self.select_best(valid_loss)
+            self.schedule.select_best(valid_loss)
         trainer.report_epoch(trainer.epoch, loss, valid_loss, rate)
         trainer.epoch, trainer.step = trainer.epoch + 1, 0
         trainer.loss_sum.zero_()
         self._batches = None
         if pruned and config.patience is not None:
-            self.restart_rate()
+            self.schedule.restart_rate()
         if trainer.epoch == config.drop_at:
-            self._divide_rate()
-
-    def select_best(self, valid_loss: float) -> None:
-        """Keep the weights of the best epoch; drop the rate after `patience` epochs without a better one."""
-        trainer, config = self.trainer, self.trainer.config
-        if valid_loss < trainer.best_loss:
-            trainer.best_loss, trainer.stalled_epochs = valid_loss, 0
-            if config.restore_best:
-                trainer.best_weights = {name: value.clone() for name, value in trainer.trained_tensors().items()}
-            return
-        trainer.stalled_epochs += 1
-        if config.patience is not None and trainer.stalled_epochs >= config.patience:
-            trainer.stalled_epochs = 0
-            self.drop_rate()
-
-    def drop_rate(self) -> None:
-        """Divide the learning rate, and clear the state of the optimizer and the moments of the method."""
-        self._clear_moments()
-        self._divide_rate()
-
-    def restart_rate(self) -> None:
-        """Go back to the rate a task starts with: after a pruning, what stays must make up for what went."""
-        self._clear_moments()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.trainer.config.get_restart_rate(self.trainer.epoch)
-
-    def _clear_moments(self) -> None:
-        self.optimizer.state.clear()
-        self.trainer.method.clear_moments()
-
-    def _divide_rate(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] / self.trainer.config.factor
+            self.schedule.divide_rate()
 
 
 class WorkRunner:

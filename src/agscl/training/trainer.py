@@ -24,6 +24,7 @@ from agscl.methods._parts.lifecycle import Method
 from agscl.methods.cpr import cpr_loss
 from agscl.system.tf32 import tf32_for
 from agscl.tasks import Task, TaskSequence
+from agscl.training.batch_order import order_epoch
 from agscl.training.config import TrainingConfig
 from agscl.training.engine import Engine, make_engine
 from agscl.training.optimizers import load_optimizer_state_dict, name_parameters, optimizer_state_dict
@@ -130,9 +131,9 @@ class Trainer:
         self.emit({"event": "task started", "task": self.task_index, "name": task.name})
 
     def epoch_order(self, pin_memory: bool = False) -> Tensor:
-        """(examples,) the training rows in the order of this epoch: a function of seed, task and epoch, not saved."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.task_index, self.epoch))
-        return torch.randperm(self.examples, generator=generator, pin_memory=pin_memory)
+        """(examples,) the training rows in the order of the epoch under way."""
+        position = {"seed": self.seed, "task": self.task_index, "epoch": self.epoch}
+        return order_epoch(self.examples, **position, pin_memory=pin_memory)
 
     def train_step(self, rows: Tensor) -> None:
         """One optimizer step on these rows of the training data; the method acts in the optimizer's hooks."""

@@ -17,7 +17,7 @@ from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import warn_user
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
-from agscl.methods._parts.zero_masks import ZeroRule
+from agscl.methods._parts.zero_init import ZeroRule
 
 __all__ = ["NodeViewMethod"]
 
