@@ -585,6 +585,7 @@ def test_capacity_says_per_layer_what_each_task_has_taken_and_how_many_more_fit(
         assert layer.free == int((own == NEVER).sum()) == layer.nodes - sum(layer.taken.values())
         assert layer.tasks_left == budgets.count_tasks_left(layer.free, 0.25, 2)
     assert f"{capacity.tasks_left} more tasks will find free nodes in every layer (budget 0.25)" in str(capacity)
+    assert str(capacity).endswith("the next may keep 5 of the 18 free nodes of trunk.0")
     assert max(map(len, str(capacity).splitlines())) <= 80
     summary = method.statistics()["capacity"]
     assert summary["tasks_left"] == capacity.tasks_left

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agscl.certificate import NEVER
 from agscl.graph.nodes import NodeGraph
-from agscl.methods._parts.budget import Budget, count_tasks_left
+from agscl.methods._parts.budget import Budget, count_kept, count_tasks_left
 
 __all__ = ["Capacity", "LayerCapacity", "measure_capacity"]
 
@@ -57,11 +57,15 @@ class Capacity:
             left = "–" if layer.tasks_left is None else layer.tasks_left
             taken = sum(layer.taken.values())
             lines.append(f"{layer.layer:<{width}}  {layer.nodes:>5}  {taken:>5}  {layer.free:>5}  {left:>10}")
-        if self.tasks_left is not None:
+        if self.budget is not None and self.tasks_left is not None:
             plural = "" if self.tasks_left == 1 else "s"
             lines.append(
                 f"{self.tasks_left} more task{plural} will find free nodes in every layer (budget {self.budget})"
             )
+            narrowest = min(self.layers, key=lambda layer: layer.free)
+            if narrowest.free:
+                kept = count_kept(narrowest.free, self.budget, len(narrowest.taken))
+                lines.append(f"the next may keep {kept} of the {narrowest.free} free nodes of {narrowest.layer}")
         return "\n".join(lines)
 
 

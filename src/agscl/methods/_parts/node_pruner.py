@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows, make_rows
-from agscl.methods._parts.budget import Budget, count_kept
+from agscl.methods._parts.budget import Budget, count_kept, pruned_share_at
 from agscl.methods._parts.proximal import sum_dtype
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NodePruner", "measure_sizes"]
 
-PRUNINGS = 4
-"""How often a task is pruned."""
 PRUNING_SPAN = (0.3, 0.7)
 """The shares of a task at which it is first and last pruned."""
 MIN_EPOCHS = 10
@@ -115,7 +113,7 @@ class NodePruner:
         else:  # how many steps an epoch has is still being counted
             return
         if length:
-            self.prune_(_pruned_share_at(steps / length, *PRUNING_SPAN), length - steps)
+            self.prune_(pruned_share_at(steps / length, *PRUNING_SPAN), length - steps)
         elif steps >= FIRST_PRUNING_STEP and steps & (steps - 1) == 0:  # each time the task has become twice as long
             self.prune_(1 - FIRST_PRUNING_STEP / (2 * steps))
 
@@ -125,7 +123,7 @@ class NodePruner:
         if self.plan.epochs:
             length = self.plan.epochs * self.plan.method.knowledge.last_task_share
             steps_per_epoch = self.plan.schedule.steps_per_epoch or 0
-            self.prune_(_pruned_share_at(self.epoch / length, *PRUNING_SPAN), (length - self.epoch) * steps_per_epoch)
+            self.prune_(pruned_share_at(self.epoch / length, *PRUNING_SPAN), (length - self.epoch) * steps_per_epoch)
 
     def end_task(self) -> None:
         """Prune what is left to prune, as far as may be. The loop may have gone back to weights before a pruning."""
@@ -227,10 +225,3 @@ def measure_sizes(graph: NodeGraph, head: nn.Module) -> Tensor:
 
 def _square(weight: Tensor) -> Tensor:
     return weight.detach().to(sum_dtype(weight.device)).square()
-
-
-def _pruned_share_at(progress: float, first: float, last: float) -> float:
-    """Of what must go, the share that is gone at this point of the task: a cubic curve, in steps."""
-    spacing = (last - first) / (PRUNINGS - 1)
-    done = min(PRUNINGS, max(0, math.floor((progress - first) / spacing + 1e-9) + 1))
-    return 1 - (1 - done / PRUNINGS) ** 3
