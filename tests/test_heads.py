@@ -149,3 +149,19 @@ def test_a_head_that_was_replaced_between_tasks_is_the_one_that_is_frozen():
         optimizer.step()
         method.end_task([(X, Y)])
         model.heads["a"] = nn.Linear(8, 2)
+
+
+def test_weights_of_a_head_that_was_not_added_say_to_add_it_before_they_are_loaded():
+    def make_model():
+        return MultiHead(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), features=3)
+
+    learned, fresh = make_model(), make_model()
+    for task in ("cats", "dogs"):
+        learned.add_head(task, 2)
+    fresh.add_head("cats", 2)
+    with pytest.raises(RuntimeError, match=r"no head for dogs: call model\.add_head.* before"):
+        fresh.load_state_dict(learned.state_dict())
+    fresh.load_state_dict(learned.state_dict(), strict=False)
+    fresh.add_head("dogs", 2)
+    fresh.load_state_dict(learned.state_dict())
+    assert torch.equal(fresh.heads["dogs"].weight, learned.heads["dogs"].weight)

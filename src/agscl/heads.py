@@ -134,6 +134,19 @@ class MultiHead(nn.Module):
             self.features = features.shape[1]
         return head(features)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module; the heads must have been added before."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            tasks = dict.fromkeys(key.split(".")[1] for key in state_dict if key.startswith("heads."))
+            if not (absent := [task for task in tasks if task not in self.heads]):
+                raise
+            raise RuntimeError(
+                f"The model has no head for {', '.join(absent)}: call model.add_head(task, outputs) for each before "
+                f"load_state_dict.\n{error}"
+            ) from None
+
 
 def find_task_parameter(model: nn.Module) -> tuple[int, str] | None:
     """Which parameter of the forward pass is the task, by position and name: "task", or the second if required."""

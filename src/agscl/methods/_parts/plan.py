@@ -68,10 +68,8 @@ class Plan(OptimizerHeads):
         self._average_head()
         method.knowledge.parameter_order = order
         if not method.heads.is_shared:
-            others = dict(self.head_parameters)
-            for name in method.heads.tensor_names(self.task, method.tasks):
-                others.pop(name, None)  # buffers have names, too
-            self.freeze(others.values())
+            own_head = {id(p) for p in method.heads.get_head(self.task, method.tasks).parameters()}
+            self.freeze([p for p in self.head_parameters.values() if id(p) not in own_head])
         for optimizer in self.optimizers:
             StepHooks.attach(optimizer, self)
 
