@@ -229,7 +229,11 @@ class Certificate:
         return sources > rows
 
     def check(self, tensors: Mapping[str, Tensor]) -> Finding:
-        """Compare the certificate with the tensors of a `state_dict`, bit for bit."""
+        """Compare the certificate with the tensors of `model.state_dict()`, bit for bit.
+
+        Those of `method.state_dict_for(task)` are of one task: what other tasks learned is not in them, and counts as
+        changed.
+        """
         needed = [*self.layout.rows, *(name for names in self.head_tensors.values() for name in names)]
         missing = [name for name in needed if name not in tensors]
         if missing:

@@ -600,6 +600,18 @@ def test_a_network_that_is_nearly_full_is_warned_about_before_it_is():
         train(method, optimizer, 0, 40, told={"epochs": 10, "steps_per_epoch": 4}, epoch=4)
 
 
+def test_a_network_that_fills_up_because_epochs_never_ended_is_not_called_too_narrow():
+    method, optimizer = build()
+    with pytest.warns(SelfCheckWarning) as warned:
+        for number in range(12):
+            train(method, optimizer, number, 8, told={"epochs": 10})
+    (late,) = [str(each.message) for each in warned if "end_epoch() was never called" in str(each.message)]
+    (full,) = [str(each.message) for each in warned if "will find a free node" in str(each.message)]
+    assert "more than its budget were kept" in late
+    assert "Tasks kept more than their budget" in full
+    assert "wider" not in full
+
+
 @quiet
 def test_a_network_without_free_nodes_learns_further_tasks_with_its_frozen_ones():
     method, optimizer = build(budget=1)

@@ -22,6 +22,7 @@ def report(
             name="run",
             metavar="RUN ...",
             help="The name or folder of a run, of several runs, of a comparison or a study; or a comparison's file.",
+            help_behavior_hint="",
         ),
     ],
     /,

@@ -206,11 +206,15 @@ def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
     elif capacity.tasks_left is not None and capacity.tasks_left <= 1:
         scarce = [layer for layer in capacity.layers if layer.tasks_left == capacity.tasks_left]
         when = "No task" if full else "One more task"
+        if "late pruning" in method.knowledge.warned:
+            advice = "Tasks kept more than their budget, as they were pruned late: first mend what was warned of then"
+        else:
+            advice = f"Use wider layers, or a smaller budget (it is {config.budget}) from the first task on"
         method.warn_once(
             "full",
             f"{when} will find a free node in {_join([layer.layer for layer in scarce])} after task {plan.task!r}: "
-            "later tasks can train only what other layers have, and their heads. Use wider layers, or a smaller budget "
-            f"(it is {config.budget}) from the first task on; method.capacity() shows what is free.",
+            f"later tasks can train only what other layers have, and their heads. {advice}; method.capacity() shows "
+            "what is free.",
         )
 
 
