@@ -1,13 +1,15 @@
 """Write one page of each kind to docs/pages/, and the picture of a page for the README, docs/report.png.
 
-python docs/make_pages.py
+python docs/make_pages.py [--atari]
 
 The pages are made from a run of digits (seconds), a run of control with recorded play (minutes), and files in results/.
+With --atari also from a run of the eight Atari games, cut to 24 576 steps per game: an hour on one core.
 The picture needs Chromium; without it, the one that is there stays.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -18,8 +20,9 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parent.parent
 PAGES = HOME / "docs" / "pages"
 PICTURE = HOME / "docs" / "report.png"
-RUNS = {"digits": "digits", "agents": "control"}
-"""For each page made of a run, its preset."""
+RUNS = {"digits": ["digits"], "agents": ["control"]}
+"""For each page made of a run, the run's preset and options."""
+ATARI = ["atari8-short", "--set", "steps=24576", "epochs=1", "evaluations=3", "evaluation_limit=1000", "--threads", "1"]
 RESULTS = {"comparison": "tinyimagenet32", "study": "studies/digits-aopc"}
 """For each page made of a file in results/, its name."""
 
@@ -29,12 +32,15 @@ sys.path.insert(0, str(HOME / "tests"))
 def main() -> None:
     from agscl.cli.main import main as run_command
 
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--atari", action="store_true")
+    runs = RUNS | ({"atari8-short": ATARI} if parser.parse_args().atari else {})
     PAGES.mkdir(exist_ok=True)
     os.environ["AGSCL_REPORT"] = "0"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # pages name the folders of their runs
-        for kind, preset in RUNS.items():
-            run_command(["run", preset, "--name", preset])
-            if kind == "agents":
+        for kind, (preset, *options) in runs.items():
+            run_command(["run", preset, *options, "--name", preset])
+            if kind != "digits":
                 run_command(["play", preset])
             run_command(["report", preset, "--out", str(PAGES / f"{kind}.html")])
         take_picture(PAGES / "digits.html", Path(folder))

@@ -602,9 +602,13 @@ def test_a_network_that_is_nearly_full_is_warned_about_before_it_is():
 
 def test_a_network_that_fills_up_because_epochs_never_ended_is_not_called_too_narrow():
     method, optimizer = build()
-    with pytest.warns(SelfCheckWarning) as warned:
+
+    def learn_tasks():
         for number in range(12):
             train(method, optimizer, number, 8, told={"epochs": 10})
+
+    with pytest.warns(SelfCheckWarning) as warned:
+        learn_tasks()
     (late,) = [str(each.message) for each in warned if "end_epoch() was never called" in str(each.message)]
     (full,) = [str(each.message) for each in warned if "will find a free node" in str(each.message)]
     assert "more than its budget were kept" in late
