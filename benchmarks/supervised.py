@@ -112,8 +112,9 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
         device=arguments.device,
         **changes,
     )
+    long_first = sorted(plan, key=lambda job: job.config.method not in arguments.first.split(","))
     try:
-        run(arguments, plan, arguments.jobs)
+        run(arguments, long_first, arguments.jobs)
     except Interrupted:
         print("stopped at the deadline; the same command continues", flush=True)
     compared = compare.collect_comparison(plan)
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(SIX))
     parser.add_argument("--seeds", type=int, default=None, help="(default: 5; with --search 1)")
     parser.add_argument("--settings", type=Path, default=None, help="a search's result to take settings from")
+    parser.add_argument("--first", default="", help="methods whose runs take longest, to start with")
     parser.add_argument("--set", default="{}", help='settings of methods as JSON, e.g. \'{"ewc": {"lam": 400}}\'')
     parser.add_argument("--out", type=Path, default=None)
     arguments, changes = parsed(parser)
