@@ -26,6 +26,7 @@ from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import CompileFailed, PlainEngine, Trainer, TrainingConfig, TrainingFailed
+from replayed_graphs import EagerEngine, ReplayingEngine, use_forms_for_a_gpu
 from small_networks import LayerByLayer
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
 
@@ -363,3 +364,25 @@ def test_work_is_warmed_up_captured_and_replayed_in_each_task_and_trains_as_with
         log = trainer.engine.runner.log[task * per_task : (task + 1) * per_task]
         assert log[: len(first_epochs)] == first_epochs
     assert ends == ["warm-up", "replay", "replay", "replay"] * len(TASKS)
+
+
+@pytest.mark.parametrize("name", [name for name in CAPTURED if name != "hat"])  # on a CPU, HAT counts in Python
+def test_what_a_captured_step_did_once_is_right_in_every_replay(name, monkeypatch):
+    """Not captured anew where AGS-CL prunes: three graphs a task, of two batch sizes and the end of an epoch."""
+    use_forms_for_a_gpu(monkeypatch)
+
+    def train(engine):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 24), nn.ReLU())
+        model = MultiHead(trunk, features=24)
+        kind = METHODS[name].method_class
+        example = {"example_input": TASKS[0].train_x[:2]} if issubclass(kind, NodeMethod) else {}
+        config = replace(QUICK, engine="captured", epochs=12, patience=None, restore_best=False)
+        trainer = Trainer(model, kind(model, **example), TASKS, config, seed=0, engine=engine)
+        finish(trainer)
+        return trainer
+
+    eager, replayed = train(EagerEngine), train(ReplayingEngine)
+    torch.testing.assert_close(replayed.model.state_dict(), eager.model.state_dict(), rtol=0, atol=0)
+    assert (replayed.losses, replayed.accuracies) == (eager.losses, eager.accuracies)
+    assert replayed.engine.runner.captures == len(TASKS) * 3 * (1 + (name == "packnet"))

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import MultiHead, NodeGraph, PaperAGSCL
-from agscl.graph.rows import FlatRows, Rows
+from agscl.graph.rows import FlatRows
 from agscl.methods._parts.proximal import shrink
+from replayed_graphs import use_forms_for_a_gpu
 from zoo import DIFFICULT, SUPPORTED, OwnHeads
 
 torch.set_num_threads(1)
@@ -301,15 +302,7 @@ def test_with_a_very_large_lam_and_zeros_only_while_free_the_logits_of_old_heads
 @pytest.mark.parametrize("lam", [math.inf, 30.0])
 def test_in_the_form_for_a_gpu_all_is_as_exact_and_the_same_is_learned(name: str, lam: float, monkeypatch) -> None:
     usual = learned(name, lam=lam)
-    flat = []
-
-    def make_flat(graph: NodeGraph, chosen: Tensor) -> Rows:
-        rows = Rows(graph, chosen)
-        flat.append(FlatRows(rows) if FlatRows.supports(rows) else rows)
-        return flat[-1]
-
-    monkeypatch.setattr("agscl.methods.agscl.make_rows", make_flat)
-    monkeypatch.setattr("agscl.methods._parts.zero_init.uses_bits", lambda tensor: True)
+    flat = use_forms_for_a_gpu(monkeypatch)
     record = learn(name, OPTIMIZERS["Adam"], lam=lam)
     assert any(isinstance(rows, FlatRows) for rows in flat)
     if math.isinf(lam):

@@ -176,8 +176,9 @@ class GraphEngine(Engine):
             return
         trainer.method.end_epoch()
         pruned = trainer.note_plan_version()
-        if pruned:
+        if pruned and not trainer.method.prunes_in_place:
             self.runner.release()
+        if pruned:
             state.best_loss.fill_(math.inf)  # weights of earlier epochs cannot be restored any more
             state.stalled_epochs.zero_()
         self._run("end", partial(self._end_epoch, state, call_method=False))

@@ -61,6 +61,11 @@ class Rows:
         """
         return [row.to(parameter) for row, parameter in zip(rows, self.parameters, strict=True)]
 
+    def sum_by_group(self, values: Sequence[Tensor]) -> Tensor:
+        """(chosen groups,) float32 sums of each group's rows in `values`, which are shaped as the parameters are."""
+        sums = [_sum_rows(value).index_select(0, index) for value, index in zip(values, self.index, strict=True)]
+        return torch.cat([*sums, sums[0].new_zeros(1)])[self.members].sum(1)
+
     def gather(self) -> list[Tensor]:
         """Copies of the rows, one tensor per parameter."""
         return [p.detach().index_select(0, index) for p, index in zip(self.parameters, self.index, strict=True)]
@@ -130,6 +135,10 @@ class FlatRows(Rows):
     def flatten_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
         return [self._concat(super().flatten_rows(rows))] if rows else []
 
+    def sum_by_group(self, values: Sequence[Tensor]) -> Tensor:
+        numbers = self._concat(values).float()
+        return torch.cat([numbers[self._positions], numbers.new_zeros(1)])[self.members].sum(1)
+
     def gather(self) -> list[Tensor]:
         return [self._concat(self.parameters)[self._positions]]
 
@@ -139,10 +148,6 @@ class FlatRows(Rows):
         if self._written is not None:
             positions, new = positions[self._written], new[self._written]
         self._write_(self._concat(self.parameters).index_copy_(0, positions, new))
-
-    @torch.no_grad()
-    def zero_(self) -> None:
-        self._write_(self._concat(self.parameters).index_fill_(0, self._positions, 0.0))
 
     def _write_(self, flat: Tensor) -> None:
         """Write whole parameters, concatenated, back into those that are trained."""
@@ -167,6 +172,13 @@ def make_rows(graph: NodeGraph, chosen: Tensor) -> Rows:
     rows = Rows(graph, chosen)
     on_gpu = bool(rows.parameters) and rows.parameters[0].is_cuda
     return FlatRows(rows) if on_gpu and FlatRows.supports(rows) else rows
+
+
+def _sum_rows(value: Tensor) -> Tensor:
+    value = value.float()
+    for dim in range(value.dim() - 1, 0, -1):
+        value = value.sum(dim)
+    return value
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -244,6 +244,7 @@ class AGSCL(NodeViewMethod):
     Plan = AGSCLPlan
     plan: AGSCLPlan | None
     needs = frozenset({"end_epoch"})
+    prunes_in_place = True
     paper: ClassVar[Mapping[str, Any]] = {
         "budget": None,
         "prox_every": "epoch",
@@ -290,8 +291,7 @@ class AGSCL(NodeViewMethod):
         assert knowledge.digests is not None
         plan.end_steps()
         if norms := plan.norms.find_trained():
-            batches = make_repeatable(batches)  # they are run through twice
-            recompute_statistics(norms, self.model, batches, forward)
+            recompute_statistics(norms, self.model, batches := make_repeatable(batches), forward)
         activations = measure_activations(self.graph, batches, forward, config.importance_mode)
         checks.check_activations(plan, activations)
         before = ~knowledge.free

@@ -310,8 +310,9 @@ class PPO:
         method.end_epoch()
         if method.plan_version != self._plan_version:  # a step does something else from now on
             self._plan_version = method.plan_version
-            self.release_graphs()
-            self.runner.forget_warm_ups()  # what is compiled may have to be compiled anew: not within a capture
+            if not method.prunes_in_place:
+                self.release_graphs()
+                self.runner.forget_warm_ups()  # what is compiled may have to be compiled anew: not within a capture
 
     def release_graphs(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)  # gradients lie in the memory of a graph

@@ -37,17 +37,18 @@ class LayerRates:
         """Layers whose weights no optimizer holds."""
 
     @property
-    def on_gpu(self) -> bool:
-        return next(iter(self.graph.layers.values())).weight.is_cuda
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured: what a step does now, it will do in each replay."""
+        on_gpu = next(iter(self.graph.layers.values())).weight.is_cuda
+        return on_gpu and torch.cuda.is_current_stream_capturing()
 
     def record(self, optimizer: Optimizer) -> None:
         """Add the rates of a step to the means. A captured step, which counts nothing, replaces them."""
         number = self.optimizers.index(optimizer)
         rates = [_copy_rate(group["lr"]) for group in optimizer.param_groups]
-        capturing = isinstance(rates[0], Tensor) and rates[0].is_cuda and torch.cuda.is_current_stream_capturing()
         self.counts[number] += 1
         before = self.means[number]
-        if self.counts[number] > 1 and len(before) == len(rates) and not capturing:
+        if self.counts[number] > 1 and len(before) == len(rates) and not self.is_capturing:
             rates = [mean + (rate - mean) / self.counts[number] for mean, rate in zip(before, rates, strict=True)]
         self.means[number] = rates
 

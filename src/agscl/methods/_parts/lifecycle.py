@@ -76,6 +76,8 @@ class Method:
     """Whether it is meant to keep what was learned; false for fine-tuning."""
     owns_weights: ClassVar[bool] = False
     """Whether it decides which weights are free, and changes those: two such methods would undo each other's work."""
+    prunes_in_place: ClassVar[bool] = False
+    """Whether a step that a CUDA graph captured before a pruning does the right thing after it."""
     search: ClassVar[tuple[SearchAxis, ...]] = ()
     """The settings that a search tries, one after the other."""
     paper: ClassVar[Mapping[str, Any]] = {}
@@ -136,7 +138,10 @@ class Method:
 
     @property
     def plan_version(self) -> int:
-        """Counts up when what a step does has changed, so that a captured step must be captured again."""
+        """Counts up when the method has pruned, say: what a step does has changed, and what weights are best.
+
+        A captured step must be captured again then, unless `prunes_in_place`.
+        """
         return 0 if self.plan is None else self.plan.version
 
     @property

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
-from agscl.graph.rows import Rows, make_rows
+from agscl.graph.rows import Rows
 from agscl.methods._parts.budget import Budget, count_kept, pruned_share_at
 from agscl.methods._parts.proximal import sum_dtype
+from agscl.methods._parts.zero_init import uses_bits
+from agscl.system.bitwise import as_bits, mask_bits_
 
 if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLPlan
@@ -66,40 +68,51 @@ class NodePruner:
             0  # groups pruned when the task ended, and groups left above the budget
         )
         self.revived = 0  # pruned groups that had weights again when the task ended
-        self.rows: Rows | None = None
+        self._pruned_rows: Rows | None = None
+        self._kept_bits: list[Tensor] = []  # on a GPU, per parameter of the free rows: 0 where a weight is held at 0
 
     def build(self) -> None:
         """Make what steps need, for a task that was resumed too."""
-        parameters = self.plan.graph.incoming_parameters() if self.quotas and self.pruned_share < 1 else ()
-        watched = [(p, groups.to(self.pruned.device)) for _, p, groups in parameters if p.requires_grad]
-        self._watched = []  # per optimizer, the parameters that it holds
-        for optimizer in self.plan.optimizers:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._watched.append([(p, groups) for p, groups in watched if id(p) in held])
-        self.rows = make_rows(self.plan.graph, self.pruned) if bool(self.pruned.any()) else None
+        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in self.plan.optimizers]
+        self._is_held = [[id(p) in ids for p in self.plan.free_rows.parameters] for ids in held]  # per optimizer
+        self._kept_bits = []
+        if self.quotas and uses_bits(self.pruned):
+            self._kept_bits = [torch.ones_like(as_bits(p)) for p in self.plan.free_rows.parameters]
+        self._find_pruned_rows()
+
+    def _find_pruned_rows(self) -> None:
+        """On a GPU in place, so that captured steps hold what was pruned after they were captured at 0 too."""
+        if self._kept_bits:
+            owners = {id(p): groups for _, p, groups in self.plan.graph.incoming_parameters()}
+            for parameter, bits in zip(self.plan.free_rows.parameters, self._kept_bits, strict=True):
+                kept = ~self.pruned[owners[id(parameter)].to(self.pruned.device)] | (not parameter.requires_grad)
+                bits.copy_(kept.view(-1, *[1] * (bits.dim() - 1)).expand_as(bits))
+        elif bool(self.pruned.any()):
+            self._pruned_rows = Rows(self.plan.graph, self.pruned)
 
     def zero_pruned_(self) -> None:
         """Set pruned groups to exactly 0: an optimizer's momentum would wake them."""
-        if self.rows is not None:
-            self.rows.zero_()
+        if self._kept_bits:
+            mask_bits_(self.plan.free_rows.parameters, self._kept_bits)
+        elif self._pruned_rows is not None:
+            self._pruned_rows.zero_()
 
     def observe_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Add |⟨θ, ∂L/∂θ⟩| of each group: to first order, what the loss of this batch would change by without it.
 
         A ReLU that never fires has no gradient, and its node a saliency of exactly 0.
         """
-        watched = self._watched[self.plan.optimizers.index(optimizer)]
-        if not watched:
+        rows, is_held = self.plan.free_rows, self._is_held[self.plan.optimizers.index(optimizer)]
+        if not self.quotas or self.pruned_share == 1 or not len(rows):
             return
-        changes = torch.zeros_like(self.saliency)
-        for parameter, groups in watched:
-            if parameter.grad is not None:
-                products = (parameter.grad * parameter.detach()).float()
-                for dim in range(products.dim() - 1, 0, -1):
-                    products = products.sum(dim)
-                changes.index_add_(0, groups, products)
+        gradients = [
+            p.grad if held and p.grad is not None else torch.zeros_like(p)
+            for p, held in zip(rows.parameters, is_held, strict=True)
+        ]
+        changes = rows.sum_by_group(torch._foreach_mul(gradients, [p.detach() for p in rows.parameters]))
         changes = changes if scale is None else changes / scale
-        self.saliency += changes.abs().nan_to_num(0.0, 0.0, 0.0)  # a gradient that overflowed makes no step
+        # a gradient that overflowed makes no step
+        self.saliency.index_add_(0, rows.groups, changes.abs().nan_to_num(0.0, 0.0, 0.0))
 
     def end_step(self) -> None:
         """Prune after a step, if it is time: in a task of few epochs, or of a number that was not told."""
@@ -143,7 +156,7 @@ class NodePruner:
 
     def _count_revived(self) -> int:
         """How many pruned groups have weights that matter: no step gives them any, but the loop may."""
-        if self.rows is None:
+        if not bool(self.pruned.any()):
             return 0
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
         sizes, free = measure_sizes(self.plan.graph, head), self.plan.method.knowledge.free
@@ -173,7 +186,7 @@ class NodePruner:
             factors[kept] = (sizes[candidates].sum() / sizes[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
         if scale:
             _scale_outgoing_(self.plan.graph, head, factors)
-        self.build()
+        self._find_pruned_rows()
         self.zero_pruned_()
         self.plan.restart_lbfgs()
         self.plan.version += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -50,7 +49,7 @@ class ProximalSchedule:
         if optimizer is not self.rates.main:
             self.others_stepped = True
             return None
-        if self.rates.on_gpu and torch.cuda.is_current_stream_capturing():
+        if self.rates.is_capturing:
             self._check_capture()
         self.steps_since += 1
         self.epoch_steps += 1
@@ -80,7 +79,8 @@ class ProximalSchedule:
         self.rates.restart()
         self.steps_since, self.counted_since, self.others_stepped = 0, 0.0, False
         self.proximal_steps += 1
-        self.rate_sum = self.rate_sum + ((alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share)
+        # in place: a captured step adds to this tensor in every replay
+        self.rate_sum += (alpha * share).mean() if isinstance(alpha, Tensor) else alpha * share
         return alpha
 
     def _check_capture(self) -> None:
