@@ -267,7 +267,7 @@ REFERENCE = {
     "tasks": (
         "Tasks",
         "`from agscl.tasks import Task, load, from_folder, from_hub, from_tensors`",
-        ["agscl.tasks.task", "agscl.tasks.registry", "agscl.tasks.custom"],
+        ["agscl.tasks.task", "agscl.tasks.registry", "agscl.tasks.own_data"],
     ),
     "testing": ("Testing", "`from agscl.testing import check_method`", ["agscl.testing"]),
     "integrations": (

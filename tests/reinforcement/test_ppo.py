@@ -376,14 +376,16 @@ class RunnerTwin(WorkRunner):
         self.graphs.clear()
 
 
-@pytest.mark.parametrize("method", [AGSCL, PackNet])
-def test_after_a_pruning_a_step_runs_once_before_it_is_captured_as_it_may_be_compiled_anew(method):
+@pytest.mark.parametrize(("method", "captures"), [(AGSCL, 1), (PackNet, 2)])
+def test_after_a_pruning_that_is_not_in_place_a_step_runs_once_as_it_may_be_compiled_anew(method, captures):
     trainer = make_agent(method)
     trainer.advance()
     runner = trainer.ppo.runner = RunnerTwin()
-    learn_task(trainer)
-    captures = runner.steps.count("captured")
-    assert captures > 1
+    versions = set()
+    while trainer.task_index < 1:
+        trainer.advance()
+        versions.add(trainer.method.plan_version)
+    assert max(versions) > 0, "it pruned"
     assert runner.steps == ["run", "captured"] * captures
 
 

@@ -23,9 +23,9 @@ from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
 from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.method_parameters import compute_step
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.optimizer_heads import remove_parameter
-from agscl.methods._parts.own_steps import compute_step
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_

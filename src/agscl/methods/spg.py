@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.methods._parts.batches import make_repeatable
-from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline

@@ -9,10 +9,10 @@ import numpy as np
 from agscl.data.datasets import load_examples
 from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.examples import Array, Examples
-from agscl.tasks.custom import add_normalisation
 from agscl.tasks.digits import read_digits
 from agscl.tasks.eight import NORMALISATION, VALIDATION_SHARE, choose_decoder
 from agscl.tasks.omniglot import open_drawings
+from agscl.tasks.own_data import add_normalisation
 from agscl.tasks.task import Task, TaskSequence, make_task
 
 Order = Literal["shuffled", "small-first", "large-first"]

@@ -9,9 +9,9 @@ from inspect import signature
 from numbers import Integral, Real
 
 from agscl.data.datasets import require_datasets
-from agscl.tasks.custom import from_folder, from_hub
 from agscl.tasks.eight import EIGHT, FIVE
 from agscl.tasks.mixed import MIXED
+from agscl.tasks.own_data import from_folder, from_hub
 from agscl.tasks.task import TaskSequence
 
 
