@@ -728,8 +728,8 @@ def atari_cost_on_gpu(result: Result) -> str:
     hours = 8e7 / rate["median"] / 3600
     return (
         f"Measured: {rate['median']:,.0f} steps per second with AGS-CL (quartiles {low:,.0f} to {high:,.0f}), training "
-        f"included and evaluation not. At that\nrate a run of the paper's eight games, 8 · 10⁷ steps, takes {hours:.1f} "
-        f"hours of an H200, and four methods with five seeds {20 * hours:.0f}. {source(result)}"
+        f"included and evaluation not.\nAt that rate the paper's eight games take {hours:.1f} hours of an H200, "
+        f"and four methods with five seeds {20 * hours:.0f}. {source(result)}"
     )
 
 
