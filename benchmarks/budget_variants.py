@@ -30,7 +30,7 @@ from agscl.experiments.build import HOLD_OUT
 from agscl.experiments.config import configure, get_fast_settings
 from agscl.experiments.run import execute_run
 from agscl.experiments.search import SEED
-from agscl.methods._parts import node_pruner
+from agscl.methods._agscl import node_pruner
 from agscl.runs import Run
 
 Change = Callable[[], None]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from agscl.fast.cuda_graphs import GraphRunner
 from agscl.fast.engine import GraphEngine
 from agscl.graph.rows import FlatRows, Rows
-from agscl.methods._parts.learning_rates import LayerRates
+from agscl.methods._agscl.learning_rates import LayerRates
 from agscl.training.optimizers import make_optimizer
 
 CONSTANTS = ("aten.lift_fresh.default",)
@@ -119,5 +119,5 @@ def use_forms_for_a_gpu(monkeypatch):
 
     monkeypatch.setattr("agscl.methods.agscl.make_rows", make_rows)
     for room in ("zero_init", "node_pruner"):
-        monkeypatch.setattr(f"agscl.methods._parts.{room}.uses_bits", lambda tensor: True)
+        monkeypatch.setattr(f"agscl.methods._agscl.{room}.uses_bits", lambda tensor: True)
     return made

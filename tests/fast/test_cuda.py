@@ -32,7 +32,7 @@ from agscl import (
 from agscl.fast import fused_layers
 from agscl.fast.engine import GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fused_layers import FusedTrunk, compile_chain
-from agscl.methods._parts.proximal import pull, shrink
+from agscl.methods._agscl.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
 from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.system.tf32 import tf32_allowed

@@ -16,8 +16,8 @@ from torch import nn
 import zoo
 from agscl import AGSCL, EWC, MultiHead, PaperAGSCL, Together
 from agscl.certificate import NEVER
-from agscl.methods._parts import budget as budgets
-from agscl.methods._parts import node_pruner
+from agscl.methods._agscl import budget as budgets
+from agscl.methods._agscl import node_pruner
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.testing import NETWORKS, OPTIMIZERS
 from loops import adam, bits, blobs, learn, mlp, same

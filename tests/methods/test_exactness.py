@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agscl import MultiHead, NodeGraph, PaperAGSCL
 from agscl.graph.rows import FlatRows
-from agscl.methods._parts.proximal import shrink
+from agscl.methods._agscl.proximal import shrink
 from replayed_graphs import use_forms_for_a_gpu
 from zoo import DIFFICULT, SUPPORTED, OwnHeads
 

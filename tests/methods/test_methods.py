@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import FineTune, MultiHead, NodeGraph, PaperAGSCL
+from agscl.methods._agscl.reinit import choose_groups
 from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.lifecycle import SelfCheckWarning
-from agscl.methods._parts.reinit import choose_groups
 from agscl.runs.checkpoints import hash_state
 from loops import OneHead, adam, bits, blobs, learn, make, mlp, same
 

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
-from agscl.methods._parts.proximal import pull, shrink
+from agscl.methods._agscl.proximal import pull, shrink
 
 torch.set_num_threads(1)
 

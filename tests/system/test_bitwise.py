@@ -11,7 +11,7 @@ from torch import nn
 from agscl import MultiHead
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import FlatRows, Rows
-from agscl.methods._parts.proximal import group_norms, pull, shrink
+from agscl.methods._agscl.proximal import group_norms, pull, shrink
 from agscl.networks.cifar import CifarTrunk
 from agscl.system.bitwise import as_bits, concat_pieces, copy_where_, mask_bits_, split_pieces, zero_where_
 

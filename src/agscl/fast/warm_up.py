@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from agscl.fast._torch_internals import precompute_compiler_cache_keys, precompute_triton_cache_key
-from agscl.methods._parts.proximal import pull, shrink
+from agscl.methods._agscl.proximal import pull, shrink
 
 
 class WarmUp:

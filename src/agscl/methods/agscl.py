@@ -4,7 +4,7 @@ Nodes are free (never yet useful) or important. While a task is learned, free no
 the paper's form, shrunk towards zero; important ones are frozen, or pulled back to their anchors, exactly. In the end
 active nodes become important, and free ones get fresh weights. Earlier tasks see nothing of later nodes.
 
-The file follows section 3 of the paper; numbers in brackets are its equations. Pruning is in `_parts.node_pruner`.
+The file follows section 3 of the paper; numbers in brackets are its equations. Pruning is in `_agscl.node_pruner`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.optim import Optimizer
 
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
-from agscl.methods._parts import agscl_checks as checks
-from agscl.methods._parts.activations import measure_activations
-from agscl.methods._parts.agscl_certificate import certify_nodes
+from agscl.methods._agscl import checks
+from agscl.methods._agscl.activations import measure_activations
+from agscl.methods._agscl.budget import BUDGET_FORMULA, check_budget
+from agscl.methods._agscl.capacity import Capacity, measure_capacity
+from agscl.methods._agscl.certificate import certify_nodes
+from agscl.methods._agscl.group_digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
+from agscl.methods._agscl.layer_scaling import ByLayer, find_less_active, scale_penalties
+from agscl.methods._agscl.learning_rates import LayerRates, select_rates
+from agscl.methods._agscl.node_pruner import NodePruner
+from agscl.methods._agscl.node_views import NodeViewMethod
+from agscl.methods._agscl.proximal import norm_gradients, pull, shrink
+from agscl.methods._agscl.proximal_schedule import Every, ProximalSchedule
+from agscl.methods._agscl.reinit import choose_groups, reinitialise_, synchronise_generator
+from agscl.methods._agscl.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
-from agscl.methods._parts.budget import BUDGET_FORMULA, check_budget
-from agscl.methods._parts.capacity import Capacity, measure_capacity
-from agscl.methods._parts.group_digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._parts.knowledge import Knowledge
-from agscl.methods._parts.layer_scaling import ByLayer, find_less_active, scale_penalties
-from agscl.methods._parts.learning_rates import LayerRates, select_rates
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodePlan
-from agscl.methods._parts.node_pruner import NodePruner
-from agscl.methods._parts.node_views import NodeViewMethod
-from agscl.methods._parts.proximal import norm_gradients, pull, shrink
-from agscl.methods._parts.proximal_schedule import Every, ProximalSchedule
-from agscl.methods._parts.reinit import choose_groups, reinitialise_, synchronise_generator
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
-from agscl.methods._parts.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from agscl.methods._parts.proximal_schedule import Every
+from agscl.methods._agscl.proximal_schedule import Every
+from agscl.methods._agscl.zero_init import ZeroRule
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
-from agscl.methods._parts.zero_init import ZeroRule
 from agscl.methods.agscl import AGSCL, AGSCLConfig
 
 __all__ = ["PaperAGSCL", "PaperAGSCLConfig"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from agscl.analysis.memory import WEIGHT_WISE, Amount, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
-from agscl.methods._parts.budget import count_kept
+from agscl.methods._agscl.budget import count_kept
 from agscl.report import charts
 from agscl.report.nodes import NodeHistory, count_moved, count_taken
 from agscl.report.read import Line, Outcome, ReportData, RunData, get_title

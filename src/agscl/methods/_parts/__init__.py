@@ -1,1 +1,1 @@
-"""What methods share: the life cycle, optimizer hooks, penalties, proximal steps, importances, BatchNorm."""
+"""What methods share: the life cycle, optimizer hooks, penalties, frozen parts, views of tasks, BatchNorm."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import MultiHead
+from agscl.methods._agscl.zero_init import ZeroRule
 from agscl.methods._parts.lifecycle import warn_user
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
-from agscl.methods._parts.zero_init import ZeroRule
 
 __all__ = ["NodeViewMethod"]
 

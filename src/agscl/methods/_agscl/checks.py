@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agscl.methods._parts.budget import BUDGET_RULE, is_budget
+from agscl.methods._agscl.budget import BUDGET_RULE, is_budget
+from agscl.methods._agscl.proximal import group_norms
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
-from agscl.methods._parts.proximal import group_norms
 
 if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLConfig, AGSCLPlan

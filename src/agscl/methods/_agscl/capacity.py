@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agscl.certificate import NEVER
 from agscl.graph.nodes import NodeGraph
-from agscl.methods._parts.budget import Budget, count_kept, count_tasks_left
+from agscl.methods._agscl.budget import Budget, count_kept, count_tasks_left
 
 __all__ = ["Capacity", "LayerCapacity", "measure_capacity"]
 

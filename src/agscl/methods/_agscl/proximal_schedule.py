@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from agscl.methods._parts.learning_rates import LayerRates
+from agscl.methods._agscl.learning_rates import LayerRates
 
 __all__ = ["Every", "ProximalSchedule"]
 

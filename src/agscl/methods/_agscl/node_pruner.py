@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
-from agscl.methods._parts.budget import Budget, count_kept, pruned_share_at
-from agscl.methods._parts.proximal import sum_dtype
-from agscl.methods._parts.zero_init import uses_bits
+from agscl.methods._agscl.budget import Budget, count_kept, pruned_share_at
+from agscl.methods._agscl.proximal import sum_dtype
+from agscl.methods._agscl.zero_init import uses_bits
 from agscl.system.bitwise import as_bits, mask_bits_
 
 if TYPE_CHECKING:

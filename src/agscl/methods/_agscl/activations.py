@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
 from agscl.graph.nodes import NodeGraph
-from agscl.methods._parts.proximal import sum_dtype
+from agscl.methods._agscl.proximal import sum_dtype
 from agscl.system.distributed import sum_over_ranks_
 
 __all__ = ["measure_activations"]

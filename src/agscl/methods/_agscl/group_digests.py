@@ -11,7 +11,7 @@ from agscl.certificate import NEVER, Layout
 from agscl.digests import digest_groups
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
-from agscl.methods._parts.proximal import group_norms
+from agscl.methods._agscl.proximal import group_norms
 
 __all__ = ["DIGEST_BYTES", "GroupDigests", "count_nodes", "find_moved_groups"]
 
