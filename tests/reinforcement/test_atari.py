@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +185,15 @@ def test_the_old_policy_keeps_its_bits_while_the_next_game_is_learned():
         "something is learned"
     )
     assert {one["scores"][0] for one in trainer.evaluations[1:]} == {trainer.scores[0][0]}
+
+
+def test_a_process_that_ends_in_the_middle_of_games_says_nothing_of_them():
+    play = (
+        "from agscl.reinforcement.atari import AtariEnvironments as A; a = A('pong', 2, 0, training=True, render=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", f"{play}; a.itself = a; a.reset()"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert "leaked" not in ended.stderr
 
 
 def test_unknown_games_are_refused():

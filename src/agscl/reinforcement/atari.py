@@ -7,6 +7,7 @@ in the agent's eyes; rewards are learned from by their sign. Scores are those of
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -66,6 +67,9 @@ class AtariEnvironments(Environments):
             self._screen = AtariVectorEnv(
                 game, 1, grayscale=False, img_height=height, img_width=width, stack_num=1, **options
             )
+        for games in (self._games, self._screen):
+            if games is not None:  # at exit ALE complains of what was not freed, after Ctrl-C say
+                weakref.finalize(self, vars(games).pop, "ale", None)
         self._picture = np.zeros((*SCREEN, 3), np.uint8)
         self.returns = np.zeros(count)
         self._frames = np.zeros(count, np.int64)  # of each game, at its last step
