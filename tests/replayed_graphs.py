@@ -1,7 +1,7 @@
 """CUDA graphs on a CPU: the operations of captured work, run again on the same memory without its Python.
 
 What a captured step may not do shows as it would on a GPU: count in Python, wait for the device, decide on the host, or
-read a tensor that was freed or replaced since.
+read a tensor that was freed or replaced since. Copies to the host do not show.
 """
 
 import weakref
@@ -19,8 +19,9 @@ from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._agscl.learning_rates import LayerRates
 from agscl.training.optimizers import make_optimizer
 
-CONSTANTS = ("aten.lift_fresh.default",)
-WAITING = ("aten._local_scalar_dense.default", "aten.nonzero.default")
+CONSTANTS = {"lift_fresh"}
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "repeat_interleave"}
+CHOOSING = {"index", "index_put", "index_put_"}  # these wait for the device if an index is of booleans
 
 
 class OperationGraph(TorchDispatchMode):
@@ -32,10 +33,12 @@ class OperationGraph(TorchDispatchMode):
         self.is_done = True  # once: unlike a GPU, a CPU runs what is recorded
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if str(function) in WAITING:
+        name = function.overloadpacket.__name__
+        by_mask = any(torch.is_tensor(leaf) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2]))
+        if name in WAITING or (name in CHOOSING and by_mask):
             raise RuntimeError(f"{function} would wait for the device within a captured graph")
         result = function(*args, **(kwargs or {}))
-        held = (args, kwargs or {}) if str(function) in CONSTANTS else tree_map(self._hold, (args, kwargs or {}))
+        held = (args, kwargs or {}) if name in CONSTANTS else tree_map(self._hold, (args, kwargs or {}))
         written = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
         for leaf in tree_leaves(result):
             if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in written:

@@ -165,3 +165,17 @@ def test_weights_of_a_head_that_was_not_added_say_to_add_it_before_they_are_load
     fresh.add_head("dogs", 2)
     fresh.load_state_dict(learned.state_dict())
     assert torch.equal(fresh.heads["dogs"].weight, learned.heads["dogs"].weight)
+
+
+def test_parameters_that_were_replaced_between_tasks_are_found_whatever_the_optimizer_holds():
+    model = MultiHead(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), features=8)
+    for task in ("a", "b"):
+        model.add_head(task, 2)
+    method = FineTune(model)
+    method.begin_task("a", torch.optim.SGD(model.trunk.parameters(), lr=0.1))
+    method.end_task([(torch.randn(4, 4), torch.tensor([0, 1, 0, 1]))])
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer = torch.optim.SGD(model.trunk.parameters(), lr=0.1)
+    method.begin_task("b", optimizer)
+    held = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert held == {id(p) for p in [*model.trunk.parameters(), *model.heads["b"].parameters()]}

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zoo
-from agscl import AGSCL, EWC, MultiHead, PaperAGSCL, Together
+from agscl import AGSCL, EWC, MultiHead, NodeGraph, PaperAGSCL, Together
 from agscl.certificate import NEVER
+from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._agscl import budget as budgets
 from agscl.methods._agscl import node_pruner
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.testing import NETWORKS, OPTIMIZERS
 from loops import adam, bits, blobs, learn, mlp, same
+from replayed_graphs import use_forms_for_a_gpu
 
 quiet = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 EXAMPLE = torch.zeros(2, 16)
@@ -30,6 +32,13 @@ def build(**settings):
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
     return AGSCL(model, EXAMPLE, **settings), adam(model)
+
+
+@pytest.fixture(params=["usual", "for a GPU"])
+def form(request, monkeypatch):
+    """Both forms in which pruned nodes are held at 0 and saliencies are summed."""
+    if request.param == "for a GPU":
+        use_forms_for_a_gpu(monkeypatch)
 
 
 def train(method, optimizer, number, steps, *, end=True, told=None, epoch=None, begin=True, after_step=None):
@@ -117,7 +126,7 @@ def test_a_number_of_tasks_shares_the_nodes_evenly_among_them(nodes, tasks):
 
 @quiet
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adamw"])
-def test_pruned_nodes_are_exactly_zero_after_every_step_until_the_task_ends(optimizer):
+def test_pruned_nodes_are_exactly_zero_after_every_step_until_the_task_ends(optimizer, form):
     torch.manual_seed(0)
     model = MultiHead(mlp(), features=32)
     method, optimizer = AGSCL(model, EXAMPLE), OPTIMIZERS[optimizer](model.parameters())
@@ -138,7 +147,64 @@ def test_pruned_nodes_are_exactly_zero_after_every_step_until_the_task_ends(opti
 
 
 @quiet
-def test_the_nodes_with_the_lowest_scores_go_first():
+def test_a_layer_that_is_unfrozen_after_a_pruning_is_held_at_zero_too(form):
+    method, optimizer = build()
+    layer = method.model.trunk[0]
+    layer.requires_grad_(False)
+    kept = bits(layer)
+    told = {"told": {"epochs": 10, "steps_per_epoch": 2}, "epoch": 2, "end": False}
+    train(method, optimizer, 0, 16, **told)
+    assert method.plan.pruner.pruned_share == 1
+    assert same(bits(layer), kept), "the user has frozen it"
+    layer.requires_grad_(True)
+    train(method, optimizer, 0, 2, begin=False, **told)
+    gone = method.plan.pruner.pruned[method.graph.layers["trunk.0"].groups]
+    assert gone.any()
+    assert not layer.weight[gone].any()
+
+
+@quiet
+def test_a_loop_that_replaces_parameters_within_a_task_is_pruned_as_one_that_does_not(form):
+    def learn(replace):
+        method, optimizer = build()
+        model, told = method.model, {"told": {"epochs": 10, "steps_per_epoch": 2}, "epoch": 2, "end": False}
+        train(method, optimizer, 0, 4, **told)
+        if replace:
+            old = dict(model.named_parameters())
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            new = {id(old[name]): p for name, p in model.named_parameters()}
+            group = optimizer.param_groups[0]
+            group["params"] = [new[id(p)] for p in group["params"]]
+            for parameter in old.values():
+                optimizer.state[new[id(parameter)]] = optimizer.state.pop(parameter)
+        train(method, optimizer, 0, 16, begin=False, **told)
+        return method.plan.pruner.pruned
+
+    # at the first pruning the saliencies of the last epoch alone are missing
+    assert (learn(replace=True) == learn(replace=False)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("network", zoo.SUPPORTED)
+def test_in_both_forms_a_group_has_the_sum_over_all_its_rows(network, layout):
+    entry = zoo.SUPPORTED[network]
+    graph = NodeGraph(MultiHead(entry.trunk()), entry.example())
+    for layer in graph.layers.values():
+        if layer.weight.dim() == 4:
+            layer.weight.data = layer.weight.data.to(memory_format=layout)
+    chosen = torch.rand(graph.size, generator=torch.Generator().manual_seed(0)) < 0.6
+    rows = Rows(graph, chosen)
+    values = [torch.randn_like(parameter) for parameter in rows.parameters]
+    expected = torch.zeros(graph.size)
+    for parameter, value in zip(rows.parameters, values, strict=True):
+        groups = next(groups for _, p, groups in graph.incoming_parameters() if p is parameter)
+        expected.index_add_(0, groups, value.flatten(1).sum(1) if value.dim() > 1 else value)
+    for each in (rows, FlatRows(rows)):
+        torch.testing.assert_close(each.sum_by_group(values), expected[chosen], rtol=1e-4, atol=1e-4)
+
+
+@quiet
+def test_the_nodes_with_the_lowest_scores_go_first(form):
     method, optimizer = build()
     train(method, optimizer, 0, 4, told={"epochs": 20, "steps_per_epoch": 4}, epoch=4, end=False)
     scores = node_pruner.measure_sizes(method.graph, method.model.heads["t0"])
@@ -152,7 +218,7 @@ def test_the_nodes_with_the_lowest_scores_go_first():
 
 
 @quiet
-def test_the_saliency_of_a_node_is_what_the_loss_changes_by_without_it_to_first_order():
+def test_the_saliency_of_a_node_is_what_the_loss_changes_by_without_it_to_first_order(form):
     method, optimizer = build()
     train(method, optimizer, 0, 3, end=False)
     model, (x, y) = method.model, blobs(0)[0]
@@ -173,7 +239,7 @@ def test_the_saliency_of_a_node_is_what_the_loss_changes_by_without_it_to_first_
 
 
 @quiet
-def test_a_gradient_that_overflowed_leaves_the_saliencies_finite():
+def test_a_gradient_that_overflowed_leaves_the_saliencies_finite(form):
     method, optimizer = build()
     train(method, optimizer, 0, 3, end=False)
     before = method.plan.pruner.saliency.clone()
@@ -184,7 +250,7 @@ def test_a_gradient_that_overflowed_leaves_the_saliencies_finite():
 
 
 @quiet
-def test_nodes_that_never_fire_go_first_however_large_their_weights_are():
+def test_nodes_that_never_fire_go_first_however_large_their_weights_are(form):
     method, optimizer = build()
     layer = method.model.trunk[2]
     with torch.no_grad():
@@ -614,6 +680,17 @@ def test_a_network_that_fills_up_because_epochs_never_ended_is_not_called_too_na
     assert "more than its budget were kept" in late
     assert "Tasks kept more than their budget" in full
     assert "wider" not in full
+
+
+def test_a_network_that_is_pruned_late_but_to_its_budget_is_not_said_to_be_above_it():
+    method, optimizer = build(budget=0.8)
+    with pytest.warns(SelfCheckWarning) as warned:
+        for number in range(4):
+            train(method, optimizer, number, 8, told={"epochs": 10})
+    messages = [str(each.message) for each in warned]
+    assert any("and 0 more than its budget were kept" in message for message in messages)
+    (full,) = [message for message in messages if "will find a free node" in message]
+    assert "or a smaller share as budget (it is 0.8)" in full
 
 
 @quiet

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bits", "concat_pieces", "copy_where_", "mask_bits_", "split_pieces", "zero_where_"]
+__all__ = ["as_bits", "concat_pieces", "copy_where_", "mask_bits_", "split_pieces", "uses_bits", "zero_where_"]
 
 MIN_PIECE = 8192
 """The smallest piece a tensor is split into, in elements."""
@@ -31,6 +31,11 @@ SplitTensors = list[tuple[Tensor, ...]]
 def as_bits(tensor: Tensor) -> Tensor:
     """The same memory, viewed as integers of the same width."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+def uses_bits(tensor: Tensor) -> bool:
+    """Whether one kernel over all weights' bits is worth the memory of a mask for each: on a GPU."""
+    return tensor.is_cuda
 
 
 @torch.no_grad()

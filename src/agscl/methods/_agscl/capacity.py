@@ -27,6 +27,14 @@ class LayerCapacity:
     tasks_left: int | None
     """How many more tasks find a free node; None without a budget."""
 
+    def count_above(self, budget: Budget) -> int:
+        """How many nodes tasks have kept beyond their budget."""
+        free, above = self.nodes, 0
+        for learned, taken in enumerate(self.taken.values()):
+            above += max(0, taken - count_kept(free, budget, learned))
+            free -= taken
+        return above
+
 
 @dataclass(frozen=True)
 class Capacity:

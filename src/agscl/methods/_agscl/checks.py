@@ -203,13 +203,14 @@ def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
             f"No free node is left in {_join(full)}: later tasks can train only what other layers have, and their "
             f"heads. {_USE_BUDGET}.",
         )
-    elif capacity.tasks_left is not None and capacity.tasks_left <= 1:
+    elif config.budget is not None and capacity.tasks_left is not None and capacity.tasks_left <= 1:
         scarce = [layer for layer in capacity.layers if layer.tasks_left == capacity.tasks_left]
         when = "No task" if full else "One more task"
-        if "late pruning" in method.knowledge.warned:
+        if any(layer.count_above(config.budget) for layer in scarce):
             advice = "Tasks kept more than their budget, as they were pruned late: first mend what was warned of then"
         else:
-            advice = f"Use wider layers, or a smaller budget (it is {config.budget}) from the first task on"
+            less = "smaller share" if isinstance(config.budget, float) else "larger number of tasks"
+            advice = f"Use wider layers, or a {less} as budget (it is {config.budget}) from the first task on"
         method.warn_once(
             "full",
             f"{when} will find a free node in {_join([layer.layer for layer in scarce])} after task {plan.task!r}: "

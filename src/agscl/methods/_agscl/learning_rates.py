@@ -37,10 +37,13 @@ class LayerRates:
         """Layers whose weights no optimizer holds."""
 
     @property
+    def device(self) -> torch.device:
+        return next(iter(self.graph.layers.values())).weight.device
+
+    @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured: what a step does now, it will do in each replay."""
-        on_gpu = next(iter(self.graph.layers.values())).weight.is_cuda
-        return on_gpu and torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def record(self, optimizer: Optimizer) -> None:
         """Add the rates of a step to the means. A captured step, which counts nothing, replaces them."""
@@ -65,8 +68,7 @@ class LayerRates:
         first_rate, *rest = by_layer.values()
         if all(rate is first_rate or (isinstance(rate, float) and rate == first_rate) for rate in rest):
             return first_rate
-        weight = next(iter(self.graph.layers.values())).weight
-        alpha = torch.zeros(self.graph.size, device=weight.device)
+        alpha = torch.zeros(self.graph.size, device=self.device)
         for name, rate in by_layer.items():  # coupled layers with different rates: the largest
             groups = self.graph.layers[name].groups.to(alpha.device)
             alpha[groups] = torch.maximum(alpha[groups], torch.ones_like(alpha[groups]) * rate)

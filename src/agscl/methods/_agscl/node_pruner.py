@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -20,8 +21,7 @@ from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
 from agscl.methods._agscl.budget import Budget, count_kept, pruned_share_at
 from agscl.methods._agscl.proximal import sum_dtype
-from agscl.methods._agscl.zero_init import uses_bits
-from agscl.system.bitwise import as_bits, mask_bits_
+from agscl.system.bitwise import as_bits, mask_bits_, uses_bits
 
 if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLPlan
@@ -68,32 +68,37 @@ class NodePruner:
             0  # groups pruned when the task ended, and groups left above the budget
         )
         self.revived = 0  # pruned groups that had weights again when the task ended
-        self._pruned_rows: Rows | None = None
-        self._kept_bits: list[Tensor] = []  # on a GPU, per parameter of the free rows: 0 where a weight is held at 0
+        self._is_held: list[list[bool]] = []  # per optimizer, whether it holds each parameter of the free rows
+        self._kept_bits: list[Tensor] = []  # on a GPU, for each such parameter: 0 where a weight is held at 0, else 1
+        self._pruned_rows: Rows | None = None  # elsewhere
 
     def build(self) -> None:
         """Make what steps need, for a task that was resumed too."""
-        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in self.plan.optimizers]
-        self._is_held = [[id(p) in ids for p in self.plan.free_rows.parameters] for ids in held]  # per optimizer
         self._kept_bits = []
         if self.quotas and uses_bits(self.pruned):
             self._kept_bits = [torch.ones_like(as_bits(p)) for p in self.plan.free_rows.parameters]
-        self._find_pruned_rows()
+        self._update()
 
-    def _find_pruned_rows(self) -> None:
-        """On a GPU in place, so that captured steps hold what was pruned after they were captured at 0 too."""
-        if self._kept_bits:
-            owners = {id(p): groups for _, p, groups in self.plan.graph.incoming_parameters()}
-            for parameter, bits in zip(self.plan.free_rows.parameters, self._kept_bits, strict=True):
-                kept = ~self.pruned[owners[id(parameter)].to(self.pruned.device)] | (not parameter.requires_grad)
-                bits.copy_(kept.view(-1, *[1] * (bits.dim() - 1)).expand_as(bits))
-        elif bool(self.pruned.any()):
+    def _update(self) -> None:
+        """Let steps hold at 0 what is pruned by now. On a GPU in place: captured steps read the same tensors."""
+        rows = self.plan.free_rows
+        owners = {id(p): groups for _, p, groups in self.plan.graph.incoming_parameters()}
+        if not all(id(p) in owners for p in rows.parameters):  # the loop has replaced some
+            self.plan.build()
+            return
+        held = [{id(p) for group in o.param_groups for p in group["params"]} for o in self.plan.optimizers]
+        self._is_held = [[id(p) in ids for p in rows.parameters] for ids in held]
+        for parameter, bits in zip(rows.parameters, self._kept_bits, strict=False):
+            kept = ~self.pruned[owners[id(parameter)].to(self.pruned.device)]
+            bits.copy_(kept.view(-1, *[1] * (bits.dim() - 1)).expand_as(bits))
+        if not self._kept_bits and bool(self.pruned.any()):
             self._pruned_rows = Rows(self.plan.graph, self.pruned)
 
     def zero_pruned_(self) -> None:
-        """Set pruned groups to exactly 0: an optimizer's momentum would wake them."""
+        """Set pruned groups to exactly 0, but where the user has frozen them: momentum would wake them."""
         if self._kept_bits:
-            mask_bits_(self.plan.free_rows.parameters, self._kept_bits)
+            trained = [p.requires_grad for p in self.plan.free_rows.parameters]
+            mask_bits_(*(list(compress(each, trained)) for each in (self.plan.free_rows.parameters, self._kept_bits)))
         elif self._pruned_rows is not None:
             self._pruned_rows.zero_()
 
@@ -186,7 +191,7 @@ class NodePruner:
             factors[kept] = (sizes[candidates].sum() / sizes[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()
         if scale:
             _scale_outgoing_(self.plan.graph, head, factors)
-        self._find_pruned_rows()
+        self._update()
         self.zero_pruned_()
         self.plan.restart_lbfgs()
         self.plan.version += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ class ProximalSchedule:
         self.counted_since: Share = 0.0  # and of these the ones not skipped
         self.others_stepped = False  # whether an optimizer other than the main one has stepped since
         self.epoch_steps = self.proximal_steps = 0
-        self.rate_sum: Share = 0.0  # Σα over the proximal steps
+        self.rate_sum = torch.zeros((), device=rates.device)  # Σα over the proximal steps
         self.captured = False  # whether a CUDA graph holds a step
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from agscl.certificate import NEVER
 from agscl.graph.nodes import NodeGraph
-from agscl.system.bitwise import as_bits, mask_bits_
+from agscl.system.bitwise import as_bits, mask_bits_, uses_bits
 
 __all__ = ["ZeroMasks", "ZeroRule", "zero_outgoing_"]
 
@@ -48,11 +48,6 @@ class ZeroMasks:
             return
         for weight, later in self._masks:
             weight.masked_fill_(later, 0.0)
-
-
-def uses_bits(tensor: Tensor) -> bool:
-    """Whether one kernel over all weights' bits is worth the memory of another mask: on a GPU."""
-    return tensor.is_cuda
 
 
 @torch.no_grad()

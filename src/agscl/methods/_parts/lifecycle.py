@@ -138,9 +138,9 @@ class Method:
 
     @property
     def plan_version(self) -> int:
-        """Counts up when the method has pruned, say: what a step does has changed, and what weights are best.
+        """Counts up with each pruning: from then on steps hold other weights at 0, and earlier weights do not fit.
 
-        A captured step must be captured again then, unless `prunes_in_place`.
+        A loop that keeps its best weights starts over; a captured step is captured again, unless `prunes_in_place`.
         """
         return 0 if self.plan is None else self.plan.version
 

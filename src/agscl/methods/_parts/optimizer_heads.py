@@ -42,7 +42,9 @@ class OptimizerHeads:
         heads, tasks = self.method.heads, self.method.tasks
         self.head_parameters, self._names = heads.recall_parameters(tasks)
         order = self._list_parameter_order()
-        if any("" in group for groups in order for group in groups):
+        head = heads.get_head(self.task, tasks)
+        unknown = any(id(p) not in self._names for p in head.parameters())
+        if unknown or any("" in group for groups in order for group in groups):
             self.head_parameters, self._names = heads.recall_parameters(tasks, again=True)
             order = self._list_parameter_order()
         return order
