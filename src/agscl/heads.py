@@ -233,9 +233,7 @@ class Heads:
                         f"Task {task!r} was learned, and its head is gone: the heads of learned tasks must stay in the "
                         f"model, since what was learned is checked against them. Put it back. Heads: {known}."
                     )
-                raise ValueError(
-                    f"Task {task!r} has no head: call model.add_head({task!r}, …) before begin_task. Heads: {known}."
-                )
+                raise ValueError(f"Task {task!r} has no head: call model.add_head({task!r}, …) first. Heads: {known}.")
             return container[task]
         if isinstance(container, nn.ModuleList):
             position = list(tasks).index(task)
@@ -282,6 +280,13 @@ class Heads:
                 self._seen_names[id(parameter)] = f"{self.prefix}.{key}.{name}"
         trunk = {id(p): name for name, p in self.list_trunk_parameters().items()}
         return self._seen_parameters.copy(), {**self._seen_names, **trunk}
+
+    def find_shared(self) -> list[tuple[str, str]]:
+        """Pairs of names of one parameter that the heads of two tasks share, as far as heads were looked into."""
+        if len(self._seen_parameters) == len(self._seen_names):
+            return []
+        own_names = self._seen_names
+        return [(own_names[id(p)], name) for name, p in self._seen_parameters.items() if own_names[id(p)] != name]
 
     def _forget_heads(self) -> None:
         self._seen_heads, self._seen_parameters, self._seen_names = {}, {}, {}
@@ -377,7 +382,7 @@ class Heads:
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         position = self.task_position
         if position is None:
-            return model(*arguments)
+            return self._select_output(model(*arguments), task, tasks)
         before, after = arguments[:position], arguments[position + 1 :]
         try:
             return model(*before, task, *after)
@@ -385,6 +390,15 @@ class Heads:
             if self.is_list:
                 return model(*before, list(tasks).index(task), *after)
             raise
+
+    def _select_output(self, output: Any, task: str, tasks: Sequence[str]) -> Any:
+        """Of a model that knows of no task and returns the outputs of all its heads, that of one."""
+        heads = self._container
+        if isinstance(heads, nn.ModuleList) and isinstance(output, list | tuple) and len(output) == len(heads):
+            return output[list(tasks).index(task)]
+        if isinstance(heads, nn.ModuleDict) and isinstance(output, dict) and output.keys() == heads._modules.keys():
+            return output[task]
+        return output
 
     def run_on_features(self, x: Any, tasks: Sequence[str]) -> dict[str, Any] | None:
         """Outputs of the heads of `tasks`, with the trunk run once; None where each needs a pass of the whole model.

@@ -684,9 +684,13 @@ def test_a_network_that_fills_up_because_epochs_never_ended_is_not_called_too_na
 
 def test_a_network_that_is_pruned_late_but_to_its_budget_is_not_said_to_be_above_it():
     method, optimizer = build(budget=0.8)
-    with pytest.warns(SelfCheckWarning) as warned:
+
+    def learn_tasks():
         for number in range(4):
             train(method, optimizer, number, 8, told={"epochs": 10})
+
+    with pytest.warns(SelfCheckWarning) as warned:
+        learn_tasks()
     messages = [str(each.message) for each in warned]
     assert any("and 0 more than its budget were kept" in message for message in messages)
     (full,) = [message for message in messages if "will find a free node" in message]

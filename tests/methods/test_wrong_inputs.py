@@ -1,5 +1,6 @@
 """What a new user may get wrong: each is a sentence that says what came and what to do, or it works."""
 
+import copy
 import math
 import traceback
 from collections.abc import Iterator
@@ -598,3 +599,194 @@ def test_a_layer_frozen_when_the_graph_was_built_and_trained_later_is_refused(cl
         method.begin_task("a", optimizer, epochs=1)
     model.trunk[0].requires_grad_(False)
     method.begin_task("a", optimizer, epochs=1)
+
+
+# What a newcomer tried -----------------------------------------------------------------------------------------------
+
+
+class RunningMean(nn.Module):
+    """Subtracts a mean that it follows while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.layers = mlp()
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.layers(x - self.mean)
+
+
+@pytest.mark.parametrize("cls", [AGSCL, PackNet])
+def test_a_buffer_of_the_trunk_that_changes_after_the_first_task_is_warned_about_by_name(cls):
+    method, _, optimizer = fresh(cls, make_trunk=RunningMean, **({} if cls is PackNet else {"mu": 0.0}))
+    train(method, optimizer, 0)
+    with pytest.warns(SelfCheckWarning, match=r"Buffers of the trunk changed since task 't0' ended: trunk.mean\."):
+        train(method, optimizer, 1)
+
+
+def test_batchnorm_whose_statistics_are_frozen_by_node_is_no_reason_to_warn(recwarn):
+    def make_trunk():
+        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU())
+
+    method, _, optimizer = fresh(AGSCL, make_trunk=make_trunk)
+    for number in range(2):
+        train(method, optimizer, number)
+    assert not [each for each in recwarn if "Buffers" in str(each.message)]
+
+
+def test_heads_of_two_tasks_that_share_a_layer_are_warned_about_when_the_second_begins():
+    method, model, optimizer = fresh(AGSCL)
+    shared = nn.Linear(32, 8)
+    for number in range(2):
+        model.add_head(f"t{number}", nn.Sequential(shared, nn.ReLU(), nn.Linear(8, 3)))
+    with pytest.warns(SelfCheckWarning, match=r"share parameters \(heads.t1.0.weight is heads.t0.0.weight\)"):
+        train(method, optimizer, 0)
+
+
+def test_a_second_method_on_a_model_that_one_has_learned_with_is_refused_with_the_reason():
+    method, model, optimizer = fresh(AGSCL)
+    for number in range(2):
+        train(method, optimizer, number)
+    with pytest.raises(RuntimeError, match="learned t0, t1 with another method object, which still acts on it"):
+        AGSCL(model, torch.zeros(2, 16))
+    method.close()
+    AGSCL(model, torch.zeros(2, 16))
+
+
+def test_exclude_takes_a_single_name():
+    model = MultiHead(nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU()))
+    assert list(AGSCL(model, torch.zeros(2, 16), exclude="trunk.0").graph.layers) == ["trunk.2"]
+
+
+@pytest.mark.parametrize("cls", [AGSCL, PackNet, EWC])
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_beside_muon_the_other_optimizer_gets_the_biases_of_new_heads(cls):
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method = make(cls, model)
+    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=1e-2)
+    x, y = blobs(0)[0]
+    for number in range(2):
+        model.add_head(f"t{number}", 3)
+        method.begin_task(f"t{number}", muon, adamw, epochs=1, steps_per_epoch=4)
+        old = {} if number == 0 else {"t0": method.head_outputs(x, ["t0"])["t0"]}
+        for _ in range(4):
+            for optimizer in (muon, adamw):
+                optimizer.zero_grad()
+            F.cross_entropy(model(x, f"t{number}"), y).backward()
+            for optimizer in (muon, adamw):
+                optimizer.step()
+        method.end_epoch()
+        method.end_task([(x, y)])
+        if cls is not EWC:
+            assert same(old, method.head_outputs(x, list(old)))
+    assert any(p is model.heads["t1"].bias for p in adamw.param_groups[0]["params"])
+    model.add_head("t2", 3)
+    with pytest.raises(ValueError, match=r"Muon trains matrices alone, and the new head has heads.t2.bias"):
+        method.begin_task("t2", muon, epochs=1, steps_per_epoch=4)
+
+
+@pytest.mark.parametrize("cls", [AGSCL, PackNet, EWC])
+def test_a_task_is_resumed_with_an_optimizer_that_was_made_before_the_heads(cls):
+    def advance(method, model, optimizer):
+        for x, y in blobs(1):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, "t1"), y).backward()
+            optimizer.step()
+
+    method, model, optimizer = fresh(cls, **({"mu": 0.0} if cls is AGSCL else {}))
+    train(method, optimizer, 0)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer, epochs=2, steps_per_epoch=8)
+    advance(method, model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), method.state_dict()))
+    advance(method, model, optimizer)
+
+    resumed, again, other = fresh(cls, **({"mu": 0.0} if cls is AGSCL else {}))
+    for number in range(2):
+        again.add_head(f"t{number}", 3)
+    again.load_state_dict(saved[0])
+    with pytest.raises(
+        ValueError, match=r"Give the optimizer that trains the model: load_state_dict\(state, optimizer"
+    ):
+        resumed.load_state_dict(saved[2])
+    resumed.load_state_dict(saved[2], other)
+    other.load_state_dict(saved[1])
+    advance(resumed, again, other)
+    assert same(bits(model), bits(again))
+
+
+def test_a_model_converted_within_a_task_goes_on_with_its_frozen_rows():
+    torch.manual_seed(0)
+    model = MultiHead(mlp(), features=32)
+    method, optimizer = AGSCL(model, torch.zeros(2, 16)), torch.optim.SGD(model.parameters(), lr=0.1)
+    train(method, optimizer, 0)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer, epochs=2, steps_per_epoch=4)
+    model.double()
+    important = ~method.free[method.graph.layers["trunk.0"].groups]
+    frozen = model.trunk[0].weight[important].clone()
+    for x, y in blobs(1):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.double(), "t1"), y).backward()
+        optimizer.step()
+    assert important.any()
+    assert torch.equal(model.trunk[0].weight[important], frozen)
+
+
+class AllHeads(nn.Module):
+    """Returns the outputs of all its heads, in a list or by name."""
+
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.body = mlp()
+        heads = {f"t{number}": nn.Linear(32, 3) for number in range(2)}
+        self.outs = nn.ModuleDict(heads) if kind is dict else nn.ModuleList(heads.values())
+
+    def forward(self, x):
+        features = self.body(x)
+        if isinstance(self.outs, nn.ModuleDict):
+            return {name: head(features) for name, head in self.outs.items()}
+        return [head(features) for head in self.outs]
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_of_a_model_that_returns_the_outputs_of_all_heads_each_task_has_its_own(kind):
+    torch.manual_seed(0)
+    model = AllHeads(kind)
+    method, optimizer = AGSCL(model, torch.zeros(2, 16), heads="outs"), adam(model)
+    for number in range(2):
+        key = f"t{number}" if kind is dict else number
+        method.begin_task(f"t{number}", optimizer, epochs=2, steps_per_epoch=4)
+        for _ in range(2):
+            for x, y in blobs(number):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x)[key], y).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(blobs(number))
+    assert [output.shape[1] for output in method.head_outputs(blobs(0)[0][0]).values()] == [3, 3]
+    assert "guaranteed for good" in str(method.certificate())
+
+
+class Siamese(nn.Module):
+    """Runs both halves of an example through the same layers."""
+
+    def __init__(self, join) -> None:
+        super().__init__()
+        self.layers, self.join = mlp(inputs=8), join
+
+    def forward(self, x):
+        views = x.chunk(2, 1)
+        if self.join == "cat":
+            return torch.cat(self.layers(torch.cat(views)).chunk(2), 1)
+        return self.layers(torch.stack(views, 1).flatten(0, 1)).unflatten(0, (-1, 2)).flatten(1)
+
+
+def test_a_siamese_trunk_that_is_refused_is_told_the_form_that_works():
+    with pytest.raises(NodeGraphError, match=r"torch.stack\(views, 1\).flatten\(0, 1\), and unflatten"):
+        AGSCL(MultiHead(Siamese("cat")), torch.randn(4, 16))
+    assert len(AGSCL(MultiHead(Siamese("stack")), torch.randn(4, 16)).graph.layers) == 2

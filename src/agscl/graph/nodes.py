@@ -125,7 +125,8 @@ class NodeGraph:
     ) -> None:
         if excluded not in ("freeze", "train"):
             raise ValueError(f"excluded must be 'freeze' or 'train', not {excluded!r}.")
-        self.model, self.exclude, self.excluded = model, tuple(exclude), excluded
+        self.model, self.excluded = model, excluded
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)

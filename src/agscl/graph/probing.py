@@ -516,10 +516,13 @@ def _coupled_examples(point: ProbePoint, sources: Sequence[str]) -> NodeGraphErr
     kind, name = point
     where = {"site": f"ReLU number {int(name) + 1}" if name.isdigit() else name, "output": "the output"}
     reason = (
-        f"{where.get(kind, name)} depends on other examples of the batch (a normalisation by the batch that is no "
-        "BatchNorm, attention between examples), so an old task's output depends on the batch it comes in."
+        f"{where.get(kind, name)} depends on other examples of the batch, or on how many there are (a normalisation by "
+        "the batch that is no BatchNorm, attention between examples, views of an example joined along the batch)."
     )
-    remedy = "Compute each example by itself (BatchNorm does in eval mode)."
+    remedy = (
+        "Compute each example by itself (BatchNorm does in eval mode). Of several views of an example, as in a "
+        "Siamese network: torch.stack(views, 1).flatten(0, 1), and unflatten(0, (-1, len(views))) afterwards."
+    )
     return NodeGraphError(Refusal(sources[0], reason, remedy, tuple(sources)))
 
 

@@ -76,7 +76,7 @@ class Rows:
         for parameter, index, new, left in zip(self.parameters, self.index, rows, self._skipped, strict=True):
             if parameter.requires_grad:
                 new = new if left is None else torch.where(left, parameter.index_select(0, index), new)
-                parameter.index_copy_(0, index, new)
+                parameter.index_copy_(0, index, new.to(parameter))  # which the loop may have converted
 
     @torch.no_grad()
     def zero_(self) -> None:
@@ -147,7 +147,8 @@ class FlatRows(Rows):
         positions, new = self._positions, rows[0]
         if self._written is not None:
             positions, new = positions[self._written], new[self._written]
-        self._write_(self._concat(self.parameters).index_copy_(0, positions, new))
+        flat = self._concat(self.parameters)
+        self._write_(flat.index_copy_(0, positions, new.to(flat)))  # the loop may have converted the parameters
 
     def _write_(self, flat: Tensor) -> None:
         """Write whole parameters, concatenated, back into those that are trained."""

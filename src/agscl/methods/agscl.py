@@ -36,12 +36,12 @@ from agscl.methods._agscl.reinit import choose_groups, reinitialise_, synchronis
 from agscl.methods._agscl.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
-from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodePlan
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.trunk_buffers import TrunkBufferKnowledge
 
 __all__ = ["AGSCL", "AGSCLConfig"]
 
@@ -93,7 +93,7 @@ class AGSCLConfig(Settings):
 
 
 @dataclass
-class AGSCLKnowledge(Knowledge):
+class AGSCLKnowledge(TrunkBufferKnowledge):
     """What AGS-CL keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {

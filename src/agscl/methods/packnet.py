@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.frozen_after_first import FixedWeightsKnowledge, FixedWeightsMethod, FixedWeightsPlan
+from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
+from agscl.methods._parts.trunk_buffers import TrunkBufferKnowledge, TrunkBufferMethod
 
 __all__ = ["PackNet", "PackNetConfig"]
 
@@ -48,7 +49,7 @@ class PackNetConfig(Settings):
 
 
 @dataclass
-class PackNetKnowledge(FixedWeightsKnowledge):
+class PackNetKnowledge(TrunkBufferKnowledge):
     """What PackNet keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {"owner": "masks"}
@@ -144,7 +145,7 @@ class PackNetPlan(FixedWeightsPlan):
         self.version += 1
 
 
-class PackNet(TaskViewMethod, FixedWeightsMethod):
+class PackNet(TaskViewMethod, TrunkBufferMethod, FrozenPartsMethod):
     """Every weight belongs to one task, and a task is seen through its own weights and those of earlier tasks.
 
     >>> method = PackNet(model, share=0.5, prune_at=2 / 3)

@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods._parts.frozen_after_first import FixedWeightsKnowledge, FixedWeightsMethod, FixedWeightsPlan
+from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.trunk_buffers import TrunkBufferKnowledge, TrunkBufferMethod
 from agscl.system.distributed import copy_from_first_rank_, is_distributed
 
 __all__ = ["WSN", "WSNConfig"]
@@ -47,7 +48,7 @@ class WSNConfig(Settings):
 
 
 @dataclass
-class WSNKnowledge(FixedWeightsKnowledge):
+class WSNKnowledge(TrunkBufferKnowledge):
     """What WSN keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {"masks": "masks", "scores": "scores"}
@@ -135,7 +136,7 @@ class WSNPlan(FixedWeightsPlan):
         return dict(zip(self.scores, (used for _, used, _ in self._fixed), strict=False))
 
 
-class WSN(FixedWeightsMethod):
+class WSN(TrunkBufferMethod, FrozenPartsMethod):
     """Every task uses the weights with the largest scores, and trains those of them that no earlier task uses.
 
     >>> method = WSN(model, c=0.5)

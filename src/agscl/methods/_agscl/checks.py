@@ -49,8 +49,8 @@ def check_before_task(plan: AGSCLPlan) -> None:
     if untrained := plan.schedule.rates.untrained:
         method.warn_once(
             "missing",
-            f"No optimizer given to begin_task holds the weights of {', '.join(untrained)}: they are never trained. "
-            "Freeze them (requires_grad_(False)) or add them to the optimizer.",
+            f"No optimizer given to begin_task holds the weights of {', '.join(untrained)}. If another one trains "
+            "them, give begin_task that one too; if none does, add them to one, or freeze them: requires_grad_(False).",
         )
     norms = group_norms(free.gather(), free.members) / plan.mu_factors if len(free) else torch.zeros(1)
     plan.start_norm = float(norms.min())
@@ -82,9 +82,9 @@ def _check_unchanged(plan: AGSCLPlan) -> None:
         method.warn_once(
             "between",
             f"{len(changed)} frozen nodes changed after task {method.tasks[-2]!r} ended and before {plan.task!r} "
-            "began, when nothing protects them. Between end_task and begin_task take no optimizer step, and run a "
-            "model with BatchNorm in eval mode only: in training it updates its statistics. To undo it, load the "
-            "weights that the last task ended with.",
+            "began, when nothing protects them. Between end_task and begin_task load no earlier or averaged weights "
+            "(do so before end_task), take no optimizer step, and run a model with BatchNorm in eval mode only: in "
+            "training it updates its statistics. To undo it, load the weights that the last task ended with.",
         )
 
 
@@ -203,7 +203,7 @@ def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
             f"No free node is left in {_join(full)}: later tasks can train only what other layers have, and their "
             f"heads. {_USE_BUDGET}.",
         )
-    elif config.budget is not None and capacity.tasks_left is not None and capacity.tasks_left <= 1:
+    elif config.budget is not None and "full" not in method.knowledge.warned and (capacity.tasks_left or 0) <= 1:
         scarce = [layer for layer in capacity.layers if layer.tasks_left == capacity.tasks_left]
         when = "No task" if full else "One more task"
         if any(layer.count_above(config.budget) for layer in scarce):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import MultiHead
@@ -18,11 +19,12 @@ from agscl.methods._agscl.zero_init import ZeroRule
 from agscl.methods._parts.lifecycle import warn_user
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
+from agscl.methods._parts.trunk_buffers import TrunkBufferMethod
 
 __all__ = ["NodeViewMethod"]
 
 
-class NodeViewMethod(TaskViewMethod, NodeMethod):
+class NodeViewMethod(TrunkBufferMethod, TaskViewMethod, NodeMethod):
     """A method of nodes under which a task does not see the nodes of later ones, if that is its `zero_rule`."""
 
     @property
@@ -64,6 +66,11 @@ class NodeViewMethod(TaskViewMethod, NodeMethod):
         elif not self._handles:
             self._inputs = LaterInputs(self.graph)
             self.start_views()
+
+    def list_buffer_modules(self) -> dict[str, nn.Module]:
+        """Without BatchNorms, whose statistics are frozen node by node."""
+        modules = super().list_buffer_modules()
+        return {name: module for name, module in modules.items() if not isinstance(module, _BatchNorm)}
 
     def list_weight_places(self) -> Iterator[WeightPlace]:
         return self._inputs.list_weights()

@@ -190,6 +190,7 @@ class Method:
                 self.plan.attach()
                 self.plan.build()
                 self.plan.start()
+            self._warn_of_shared_heads()
             self._warn_of_changed_heads(self.plan.head_parameters)
         except BaseException as error:
             self._undo_begin_task()
@@ -313,7 +314,7 @@ class Method:
             raise ValueError(f"This is the state of {state['method']}, not of {type(self).__name__}.")
         plan = state["plan"]
         if plan is not None:
-            self._check_optimizers(optimizers)
+            self._check_optimizers(optimizers, call="load_state_dict(state, optimizer), within a task")
         current, stored = asdict(self.config), state["settings"]
         if changed := [key for key in current if stored.get(key, current[key]) != current[key]]:
             changes = ", ".join(f"{key} {stored[key]!r} → {current[key]!r}" for key in changed)
@@ -332,10 +333,19 @@ class Method:
         self.knowledge.load_state_dict(state, next(self.model.parameters()).device)
 
     def _restore_parameter_order(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give the optimizers' parameters the order they were saved in: torch loads their moments by position."""
-        names = self.heads.name_parameters(self.heads.parameters(self.tasks))
+        """Give the optimizers' parameters the order they were saved in: torch loads their moments by position.
+
+        Heads that an optimizer held then and does not hold now are added: it was made before they were.
+        """
+        heads = self.heads.parameters(self.tasks)
+        names = self.heads.name_parameters(heads)
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         for optimizer, groups in zip(optimizers, self.knowledge.parameter_order, strict=False):
             for group, order in zip(optimizer.param_groups, groups, strict=False):
+                missing = [name for name in order if name in heads and id(heads[name]) not in held]
+                group["params"] += [heads[name] for name in missing]
+                if "param_names" in group:
+                    group["param_names"] += missing
                 position = {name: number for number, name in enumerate(order)}
                 if {names.get(id(p)) for p in group["params"]} == {name for name in order if name}:
                     numbers = [position[names[id(p)]] for p in group["params"]]
@@ -602,13 +612,17 @@ class Method:
                 f"{self.tasks[-1]!r} ended. What the method keeps is converted too, but rounding may have changed the "
                 "outputs of old tasks. Convert a model before its first task; for half precision use torch.autocast.",
             )
-        if others := sorted(_LEARNED.get(self.model, set()).difference(self.tasks)):
+        if others := self.find_tasks_of_others():
             self.warn_once(
                 "other method",
                 f"The model learned {', '.join(others)} with another method object; this one does not protect what "
                 "was learned there. Make the method once, before the loop over tasks, or load its state; if this is "
                 "meant, call close() of the other one first.",
             )
+
+    def find_tasks_of_others(self) -> list[str]:
+        """The tasks that the model learned with other method objects that were not closed."""
+        return sorted(_LEARNED.get(self.model, set()).difference(self.tasks))
 
     def _warn_of_lost_copy(self, plan: plans.Plan, *, epochs: int) -> None:
         if plan.find_lost_copy(epochs=epochs):
@@ -623,13 +637,22 @@ class Method:
         head = self.heads.get_head(task, self.tasks).state_dict()
         return digest_tensors(head, list(head))
 
+    def _warn_of_shared_heads(self) -> None:
+        if self.protects and (shared := self.heads.find_shared()):
+            self.warn_once(
+                "shared heads",
+                f"Heads of two tasks share parameters ({' is '.join(shared[0])}): what one task trains there changes "
+                "the outputs of the other. Give each task its own, and put what all share into the trunk. One output "
+                "layer for all tasks is named when the method is made: heads='name of the layer'.",
+            )
+
     def _warn_of_changed_heads(self, heads: Mapping[str, nn.Parameter]) -> None:
         """Warn where old heads changed between two tasks, when nothing protects them.
 
         The newest of them is always compared; another only where torch has counted a write to it since the last task
         began: there may be hundreds.
         """
-        if self.heads.is_shared or "dtype" in self.knowledge.warned:
+        if self.heads.is_shared or {"dtype", "shared heads"}.intersection(self.knowledge.warned):
             return
         *others, current = self.tasks
         before, digests, suspects = self._head_versions, self.knowledge.head_digests, others[-1:]
@@ -675,9 +698,9 @@ class Method:
                 "the DistributedDataParallel model, not the one inside it, or wrap the model after adding the head.",
             )
 
-    def _check_optimizers(self, optimizers: Sequence[Any]) -> None:
+    def _check_optimizers(self, optimizers: Sequence[Any], call: str = "begin_task(task, optimizer)") -> None:
         if not optimizers:
-            raise ValueError("Give the optimizer that trains the model: begin_task(task, optimizer).")
+            raise ValueError(f"Give the optimizer that trains the model: {call}.")
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"Expected a torch.optim optimizer, got {type(optimizer).__name__}.")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from agscl.certificate import ProbeOutputs
 from agscl.graph.nodes import NodeGraph
+from agscl.graph.refusals import NodeGraphError
 from agscl.heads import HeadPlace
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.plan import Plan
@@ -78,7 +79,7 @@ class NodeMethod(Method):
         if graph is not None and graph.model is not self.model:
             raise ValueError("The NodeGraph was built on another model: build it on the model given to the method.")
         self._graph = graph
-        self._graph_options: dict[str, Any] = {"exclude": tuple(exclude), "excluded": excluded}
+        self._graph_options: dict[str, Any] = {"exclude": exclude, "excluded": excluded}
         self._example_input = example_input if graph is None else None
         if graph is not None:
             self._init_nodes()
@@ -100,9 +101,17 @@ class NodeMethod(Method):
         return self._graph
 
     def _build_graph(self) -> None:
-        self._graph = NodeGraph(
-            self.model, self._example_input, heads=self.heads.place, tasks=self.tasks, **self._graph_options
-        )
+        try:
+            self._graph = NodeGraph(
+                self.model, self._example_input, heads=self.heads.place, tasks=self.tasks, **self._graph_options
+            )
+        except NodeGraphError as error:
+            if others := self.find_tasks_of_others():
+                raise RuntimeError(
+                    f"The model learned {', '.join(others)} with another method object, which still acts on it. Go on "
+                    "with that one, or call its close() first; in a notebook, make the model and the method together."
+                ) from error
+            raise
         self._example_input = None
         self._init_nodes()
 

@@ -63,10 +63,23 @@ class OptimizerHeads:
             holders = [not self.head_parameters.keys().isdisjoint(names) for names in group_names]
             target = holders.index(True) if any(holders) else 0
             self._warn_of_rate(added, groups[target], groups)
+        others = [number for number, takes_all in enumerate(self._list_general_groups()) if takes_all]
         for parameter in added:
-            name = self._names[id(parameter)]
-            self._add_to_group(groups[target], parameter, name)
-            group_names[target].append(name)
+            name, chosen = self._names[id(parameter)], target
+            if target not in others and (is_lazy(parameter) or parameter.dim() != 2):
+                if not others:
+                    raise ValueError(
+                        f"Muon trains matrices alone, and the new head has {name}: give begin_task the optimizer that "
+                        "trains what has other dimensions, too: begin_task(task, muon, adamw)."
+                    )
+                chosen = others[0]
+            self._add_to_group(groups[chosen], parameter, name)
+            group_names[chosen].append(name)
+
+    def _list_general_groups(self) -> list[bool]:
+        """For each parameter group of the optimizers, whether it takes tensors of any number of dimensions."""
+        muon = getattr(torch.optim, "Muon", ())
+        return [not isinstance(optimizer, muon) for optimizer in self.optimizers for _ in optimizer.param_groups]
 
     def _warn_of_rate(
         self, added: Sequence[nn.Parameter], target: dict[str, Any], groups: Sequence[dict[str, Any]]
