@@ -84,6 +84,17 @@ def test_a_weight_that_should_be_exactly_zero_is_found_when_it_is_not():
     assert certificate.check(tensors).nonzero == {"trunk.2.weight": 1}
 
 
+def test_a_check_says_in_a_sentence_what_changed():
+    method, certificates, tensors = chain(**GOOD)
+    assert str(certificates[-1].check(tensors)) == "every certified bit is there"
+    row = int((~method.free[method.graph.layers["trunk.2"].groups]).nonzero()[0])
+    tensors["trunk.2.bias"][row] += 1
+    tensors["heads.t0.bias"] += 1
+    assert str(certificates[-1].check(tensors)) == (
+        "CHANGED since the certificate was made: nodes (1 in trunk.2.weight, 1 in trunk.2.bias); the heads of t0"
+    )
+
+
 def test_free_rows_may_change_without_breaking_anything():
     _, certificates, tensors = chain(**GOOD)
     free = [g for g, task in enumerate(certificates[-1].first) if task == NEVER and g < 32]

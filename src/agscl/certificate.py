@@ -154,10 +154,24 @@ class Finding:
     moved: list[int]  # important groups whose bits are no longer the certified ones
     nonzero: dict[str, int]  # weights that should be exactly zero and are not, per tensor
     heads: list[str]  # tasks whose head is no longer the certified one
+    moved_by_tensor: dict[str, int] = field(default_factory=dict, repr=False)  # how many of the groups lie in each
 
     @property
     def ok(self) -> bool:
         return not (self.moved or self.nonzero or self.heads)
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "every certified bit is there"
+        changes = []
+        if self.moved:
+            places = ", ".join(f"{count} in {name}" for name, count in self.moved_by_tensor.items())
+            changes.append(f"nodes ({places})")
+        if self.nonzero:
+            changes.append(f"weights that were exactly 0 (in {', '.join(self.nonzero)})")
+        if self.heads:
+            changes.append(f"the heads of {', '.join(self.heads)}")
+        return f"CHANGED since the certificate was made: {'; '.join(changes)}"
 
     def __bool__(self) -> bool:
         return self.ok
@@ -256,7 +270,9 @@ class Certificate:
         heads = [
             task for task, names in self.head_tensors.items() if digest_tensors(tensors, names) != self.heads[task]
         ]
-        return Finding([g for g in self.important if now[g] != self.digests[g]], nonzero, heads)
+        moved = [group for group in self.important if now[group] != self.digests[group]]
+        counts = {name: len(set(moved).intersection(groups)) for name, groups in self.layout.rows.items()}
+        return Finding(moved, nonzero, heads, {name: count for name, count in counts.items() if count})
 
     def __str__(self) -> str:
         before = len(self.held) + len(self.moved)
