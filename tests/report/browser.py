@@ -18,7 +18,7 @@ WAIT = 60.0
 """Seconds until an answer counts as missing."""
 
 READY = """(async () => {
-  while (document.getElementById("data") && !window.agsclReady) await new Promise((done) => setTimeout(done, 5));
+  while (document.querySelector("script#data") && !window.agsclReady) await new Promise((done) => setTimeout(done, 5));
   return performance.now();
 })()"""
 
