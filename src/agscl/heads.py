@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from agscl.system.describe import describe_value
 
@@ -181,6 +182,7 @@ class Heads:
         self._seen_heads: dict[str, nn.Module] = {}  # and their parameters, by name
         self._seen_parameters: dict[str, nn.Parameter] = {}
         self._seen_names: dict[int, str] = {}  # by id of the parameter
+        self._seen_norms: dict[str, _BatchNorm] = {}
         if place is None:
             if not isinstance(model, MultiHead):
                 raise ValueError(
@@ -275,6 +277,9 @@ class Heads:
             self._forget_heads()
         for key in [key for key in modules if key not in self._seen_heads]:
             head = self._seen_heads[key] = self._container.get_submodule(key)
+            for name, module in head.named_modules():
+                if isinstance(module, _BatchNorm):
+                    self._seen_norms[f"{self.prefix}.{key}.{name}"] = module
             for name, parameter in list_parameters(head).items():
                 self._seen_parameters[f"{self.prefix}.{key}.{name}"] = parameter
                 self._seen_names[id(parameter)] = f"{self.prefix}.{key}.{name}"
@@ -288,8 +293,13 @@ class Heads:
         own_names = self._seen_names
         return [(own_names[id(p)], name) for name, p in self._seen_parameters.items() if own_names[id(p)] != name]
 
+    def list_norms_of_others(self, task: str, tasks: Sequence[str]) -> dict[str, _BatchNorm]:
+        """The BatchNorms in the heads of other tasks, as far as heads were looked into."""
+        own = f"{self._find_prefix(task, tasks)}." if self._seen_norms else ""
+        return {name: norm for name, norm in self._seen_norms.items() if not name.startswith(own)}
+
     def _forget_heads(self) -> None:
-        self._seen_heads, self._seen_parameters, self._seen_names = {}, {}, {}
+        self._seen_heads, self._seen_parameters, self._seen_names, self._seen_norms = {}, {}, {}, {}
 
     def list_trunk_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters outside the module that holds the heads, by name; all where that is not known."""

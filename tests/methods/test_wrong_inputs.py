@@ -636,6 +636,26 @@ def test_batchnorm_whose_statistics_are_frozen_by_node_is_no_reason_to_warn(recw
     assert not [each for each in recwarn if "Buffers" in str(each.message)]
 
 
+@pytest.mark.parametrize("cls", [AGSCL, PackNet, EWC])
+def test_the_batchnorm_of_an_old_head_keeps_its_statistics_when_the_task_is_called_in_train_mode(cls):
+    method, model, optimizer = fresh(cls, **({"mu": 0.0} if cls is AGSCL else {}))
+    for number in range(2):
+        model.add_head(f"t{number}", nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+    train(method, optimizer, 0)
+    kept = bits(model.heads["t0"])
+    method.begin_task("t1", optimizer, epochs=2, steps_per_epoch=4)
+    for x, y in blobs(1):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, "t1"), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x, "t0")  # without eval()
+    assert same(bits(model.heads["t0"]), kept)
+    assert model.heads["t1"][1].num_batches_tracked == 4
+    method.end_task(blobs(1))
+    assert not any(module._forward_pre_hooks for module in model.heads["t0"].modules()), "no hook is left"
+
+
 def test_heads_of_two_tasks_that_share_a_layer_are_warned_about_when_the_second_begins():
     method, model, optimizer = fresh(AGSCL)
     shared = nn.Linear(32, 8)
