@@ -57,7 +57,7 @@ class Plan(OptimizerHeads):
         self.head_parameters: Mapping[str, nn.Parameter] = {}  # of all heads, by name
         self.frozen: list[nn.Parameter] = []  # no step may change them: heads of other tasks, excluded modules
         self._trainable_before: list[nn.Parameter] = []  # those of them that will require gradients again
-        self._frozen_norms: StatisticsFreezer | None = None  # of the BatchNorms in heads of other tasks
+        self._norms_of_others: StatisticsFreezer | None = None  # of the BatchNorms in heads of other tasks
         self._since_copy: SinceCopy | None = None  # of a copy, until its optimizer steps
 
     # The life of a plan ----------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Plan(OptimizerHeads):
         if not method.heads.is_shared:
             own_head = {id(p) for p in method.heads.get_head(self.task, method.tasks).parameters()}
             self.freeze([p for p in self.head_parameters.values() if id(p) not in own_head])
-            self._frozen_norms = StatisticsFreezer(method.heads.list_norms_of_others(self.task, method.tasks))
+            self._norms_of_others = StatisticsFreezer(method.heads.list_norms_of_others(self.task, method.tasks))
         for optimizer in self.optimizers:
             StepHooks.attach(optimizer, self)
 
@@ -84,8 +84,8 @@ class Plan(OptimizerHeads):
 
     def detach(self) -> None:
         """Remove the hooks and restore `requires_grad`."""
-        if self._frozen_norms is not None:
-            self._frozen_norms.close()
+        if self._norms_of_others is not None:
+            self._norms_of_others.close()
         for optimizer in self.optimizers:
             StepHooks.detach(optimizer, self)
         for parameter in self._trainable_before:
