@@ -112,7 +112,8 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
         device=arguments.device,
         **changes,
     )
-    long_first = sorted(plan, key=lambda job: job.config.method not in arguments.first.split(","))
+    order = {method: number for number, method in enumerate(arguments.first.split(","))}
+    long_first = sorted(plan, key=lambda job: order.get(job.config.method, len(order)))
     try:
         run(arguments, long_first, arguments.jobs)
     except Interrupted:
