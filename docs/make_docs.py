@@ -83,9 +83,8 @@ def digits(result: Result) -> str:
     for name in README_METHODS:
         row = result["methods"][name]
         settings = ", ".join(f"{SYMBOLS.get(key, key)} {value:g}" for key, value in row["settings"].items())
-        title = NAMES.get(name) or {"packnet": "PackNet"}.get(name, name.upper())
         accuracy, forgetting = (_spread_of(row[key], 100, 1) for key in ("average_accuracy", "forgetting"))
-        lines.append(f"| {title} | {settings or 'none'} | {accuracy} | {forgetting} |")
+        lines.append(f"| {_title(name)} | {settings or 'none'} | {accuracy} | {forgetting} |")
     return "\n".join([*lines, "", source(result)])
 
 
@@ -250,29 +249,82 @@ def choice(result: Result) -> str:
         if stored and (found := stored["networks"]["alexnet"]["methods"].get(name)):
             amount = megabytes(found["counts"]["bytes"])
             bytes_ = "nothing" if amount == "–" else ("at most " if "bytes" in found["at_most"] else "") + amount
-        title = NAMES.get(name) or {"packnet": "PackNet", "lwf": "LwF"}.get(name, name.upper())
-        lines.append(f"| {title} | {' | '.join(cells)} | {bytes_} |")
+        lines.append(f"| {_title(name)} | {' | '.join(cells)} | {bytes_} |")
     files = ", ".join(f"`results/{name}.json`" for name in ("digits_comparison", "tinyimagenet32", "memory"))
     return "\n".join([*lines, "", f"Digits: {result['seeds']} seeds. From {files}."])
 
 
 def compared(result: Result) -> str:
-    """Every method of a comparison, with its settings."""
+    """Every method of a comparison, with its settings: the first, the others by accuracy, then the bounds."""
     lines = [
-        "| method | setting | seeds | average accuracy, % | lead of the first row, seed by seed | plasticity "
+        "| method | setting | seeds | average accuracy, % | lead of the first row, seed by seed | p | plasticity "
         "| stability | forgetting, % |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    first = next(iter(result["methods"]))
+    first, *others = result["methods"]
+    others.sort(key=lambda name: (name in BOUNDS, -result["methods"][name]["average_accuracy"]["mean"]))
     ours = _by_seed(result["methods"][first])
-    for name, row in result["methods"].items():
-        strength = [f"{SYMBOLS[key]} {float(value):g}" for key, value in row["settings"].items() if key in SYMBOLS]
+    for name in (first, *others):
+        row = result["methods"][name]
+        strength = [f"{SYMBOLS.get(key, key)} {value:g}" for key, value in _numbers(row["settings"]).items()]
         parts = [_spread_of(row[key], scale, digits) for key, scale, digits in COLUMNS]
         lead = [ours[seed] - other for seed, other in _by_seed(row).items() if seed in ours]
-        parts.insert(1, "–" if name == first else _spread_of(spread_over(lead), 100, 1))
-        lines.append(f"| {name} | {', '.join(strength) or '–'} | {len(row['seeds'])} | " + " | ".join(parts) + " |")
+        parts[1:1] = ["–", "–"] if name == first else [_spread_of(spread_over(lead), 100, 1), _paired_test(lead)]
+        lines.append(
+            f"| {_title(name)} | {', '.join(strength) or 'none'} | {len(row['seeds'])} | " + " | ".join(parts) + " |"
+        )
     missing = "" if result["complete"] else " Some seeds have not run yet."
-    return "\n".join([*lines, "", f"Seeds 0, 1, 2, …, as many as the table says.{missing} {source(result)}"])
+    note = f" {result['note']}" if "note" in result else ""
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Seeds 0, 1, 2, …, as many as the table says. p: that of a paired t-test of the lead.{missing}{note} "
+            f"{source(result)}",
+        ]
+    )
+
+
+@made_from("tinyimagenet32")
+def images(result: Result) -> str:
+    """The same in fewer columns, for README."""
+    rows = result["methods"]
+    lines = [
+        "| method | setting | average accuracy, % | lead of AGS-CL, seed by seed | p | forgetting, % |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [_drop_columns(line, (2, 6, 7)) for line in compared(result).splitlines()[2 : 2 + len(rows)]]
+    seeds = len(rows["agscl"]["seeds"])
+    return "\n".join([*lines, "", f"{seeds} seeds, Tiny ImageNet at 32×32. p: that of a paired t-test. {source(result)}"])
+
+
+def _drop_columns(line: str, columns: tuple[int, ...]) -> str:
+    cells = [cell for at, cell in enumerate(line.strip("| ").split(" | ")) if at not in columns]
+    return f"| {' | '.join(cells)} |"
+
+
+BOUNDS = ("separate", "joint")
+"""What no method of continual learning is: a network per task, and all tasks at once."""
+
+
+def _title(name: str) -> str:
+    titles = {"packnet": "PackNet", "lwf": "LwF", "rwalk": "RWalk", "separate": "a network per task", "l2": "L2"}
+    return NAMES.get(name) or titles.get(name) or (name if name in BOUNDS else name.upper())
+
+
+def _numbers(settings: dict[str, Any]) -> dict[str, float]:
+    """The strengths among a method's settings: what was searched, not which form of it ran."""
+    return {key: float(settings[key]) for key in STRENGTHS if key in settings}
+
+
+def _paired_test(leads: list[float]) -> str:
+    """p of a two-sided paired t-test."""
+    from scipy.stats import ttest_1samp
+
+    if len(leads) < 3 or not statistics.stdev(leads):
+        return "–"
+    p = ttest_1samp(leads, 0.0).pvalue
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _by_seed(row: dict[str, Any]) -> dict[int, float]:
@@ -353,6 +405,7 @@ def variants(result: Result) -> str:
 
 
 SYMBOLS = {"lam": "λ", "mu": "μ", "rho": "ρ", "c": "c"}
+STRENGTHS = (*SYMBOLS, "share", "threshold", "weight")
 STUDIED = "tinyimagenet32"
 """The preset whose studies are shown."""
 
@@ -665,7 +718,7 @@ def paper_runs() -> str:
     for preset in PAPER_METHODS:
         shares = estimate_shares(preset)
         cells = [
-            f"{min(shares[method][0]):.0f} to {max(shares[method][0]):.0f}{marks[shares[method][1]]}"
+            _range(*(f"{pick(shares[method][0]):.0f}" for pick in (min, max))) + marks[shares[method][1]]
             if method in shares
             else "–"
             for method in columns
@@ -674,12 +727,16 @@ def paper_runs() -> str:
     return "\n".join(lines)
 
 
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
 def paper_costs() -> str:
     """What the paper's table takes on one GPU, on eight, and with a GPU for each run."""
-    whole = load("benchmarks/whole_cuda")
-    if whole is None:
+    found = _alone_and_shared()
+    if found is None:
         return ""
-    alone = _alone_over_share(whole)
+    alone = found[0] / found[1]
     lines = ["| | runs | GPU hours | one H200 | eight | a GPU for each run |", "|---" * 6 + "|"]
     totals: dict[str, float] = {"runs": 0, "low": 0, "high": 0, "longest": 0}
     for preset in PAPER_METHODS:
@@ -695,29 +752,47 @@ def paper_costs() -> str:
     return "\n".join(lines)
 
 
-def _alone_over_share(whole: Result) -> float:
-    """How many times its share of a shared GPU a run takes that has the GPU to itself."""
-    side = whole["side_by_side"]
-    return float(whole["whole"]["seconds"] / (side["seconds"] / len(side["runs"])))
+def _alone_and_shared() -> tuple[float, float, int] | None:
+    """Seconds of a GPU that a run takes alone, its share when several ran side by side, and how many these were."""
+    whole, shared = load("benchmarks/whole_runs_cuda"), load("tinyimagenet32")
+    if whole is None or shared is None:
+        return None
+    alone = statistics.mean(run["training_seconds"] for run in whole["methods"]["paper-agscl"]["runs"])
+    return alone, statistics.mean(shared["methods"]["paper-agscl"]["seconds"]) / shared["jobs"], shared["jobs"]
 
 
 def _cost_row(title: str, runs: int, low: float, high: float, longest: float) -> str:
     spent = [max(high / gpus, longest) for gpus in (1, 8, runs)]
-    return f"| {title} | {runs} | {low:.1f} to {high:.1f} | " + " | ".join(map(_duration, spent)) + " |"
+    return f"| {title} | {runs} | {_range(f'{low:.1f}', f'{high:.1f}')} | " + " | ".join(map(_duration, spent)) + " |"
 
 
 def _duration(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+    return f"{hours:.1f} h" if hours >= 1 else f"{math.ceil(60 * hours)} min"
 
 
-@made_from("benchmarks/whole_cuda")
+@made_from("benchmarks/whole_runs_cuda")
 def shared_or_alone(result: Result) -> str:
-    alone, side = result["whole"]["seconds"], result["side_by_side"]
-    share = side["seconds"] / len(side["runs"])
+    found = _alone_and_shared()
+    if found is None:
+        return ""
+    alone, share, jobs = found
     return (
-        f"On `tinyimagenet32` a run of AGS-CL alone on its GPU took {alone:.1f} s, without the start of the process; "
-        f"of {len(side['runs'])} side by side\neach took {share:.1f} s of the GPU, so alone "
-        f"{_alone_over_share(result):.1f} times as long. {source(result)}"
+        f"On `tinyimagenet32` a run of AGS-CL in its paper's form, alone on its GPU, took {alone:.1f} s, without the "
+        f"start of the process; of {jobs} side by side\neach took {share:.1f} s of the GPU, so alone "
+        f"{alone / share:.1f} times as long. {source(result)}"
+    )
+
+
+@made_from("benchmarks/whole_runs_cuda")
+def budget_cost(result: Result) -> str:
+    """How long a whole run takes with a budget, and in the paper's form."""
+    ours, paper = (result["methods"][name]["process_seconds"]["median"] for name in ("agscl", "paper-agscl"))
+    times = next(row["times_as_long"] for row in result["times_as_long"] if row["method"] == "agscl")
+    count = len(result["methods"]["agscl"]["runs"])
+    return (
+        f"With a budget, the default, a whole run of `tinyimagenet32` takes {ours:.1f} s from the start of its process "
+        f"to its end, in the paper's form {paper:.1f} s:\n{times['median']:.2f} times as long (rounds from "
+        f"{times['certain'][0]:.2f} to {times['certain'][1]:.2f}; {count} rounds). {source(result)}"
     )
 
 
@@ -980,6 +1055,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "authors": authors,
     "fast": fast,
     "whole-runs": whole_runs,
+    "budget-cost": budget_cost,
+    "images": images,
     "goals": goals,
     "earlier": earlier,
     "agreed-earlier": agreed_earlier,
@@ -1053,21 +1130,23 @@ def draw_methods() -> None:
     result = load("tinyimagenet32")
     if result is None:
         return
-    figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    for name, row in result["methods"].items():
+    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    best_first = sorted(result["methods"].items(), key=lambda item: -item[1]["average_accuracy"]["mean"])
+    for number, (name, row) in enumerate(best_first):
         curves = [[100 * statistics.mean(after) for after in accuracies] for accuracies in row["accuracies"]]
         at = range(1, len(curves[0]) + 1)
         means = [statistics.mean(values) for values in zip(*curves, strict=True)]
-        wide = [statistics.stdev(values) for values in zip(*curves, strict=True)]
-        bold = {"linewidth": 2.2, "color": "black"} if name.endswith("agscl") else {}
-        line = axis.plot(
-            at, means, marker=".", label=NAMES.get(name, {"rwalk": "RWalk"}.get(name, name.upper())), **bold
-        )[0]
-        low, high = ([mean + sign * one for mean, one in zip(means, wide, strict=True)] for sign in (-1, 1))
-        axis.fill_between(at, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+        style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "linewidth": 1}
+        if name.endswith("agscl"):
+            style |= {"color": "black", "linestyle": "-" if name == "agscl" else ":", "linewidth": 2.2}
+        axis.plot(at, means, marker=".", label=_title(name), **style)
+        if name == "agscl":
+            wide = [statistics.stdev(values) for values in zip(*curves, strict=True)]
+            low, high = ([mean + sign * one for mean, one in zip(means, wide, strict=True)] for sign in (-1, 1))
+            axis.fill_between(at, low, high, color="black", alpha=0.12, linewidth=0)
     axis.set(title="tinyimagenet32", xlabel="after task", ylabel="average accuracy of the tasks so far, %")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axis.grid(alpha=0.3)
     figure.savefig(HOME / "docs" / "tinyimagenet32.svg", metadata={"Date": None})
 
