@@ -295,7 +295,9 @@ def images(result: Result) -> str:
     ]
     lines += [_drop_columns(line, (2, 6, 7)) for line in compared(result).splitlines()[2 : 2 + len(rows)]]
     seeds = len(rows["agscl"]["seeds"])
-    return "\n".join([*lines, "", f"{seeds} seeds, Tiny ImageNet at 32×32. p: that of a paired t-test. {source(result)}"])
+    return "\n".join(
+        [*lines, "", f"{seeds} seeds, Tiny ImageNet at 32×32. p: that of a paired t-test. {source(result)}"]
+    )
 
 
 def _drop_columns(line: str, columns: tuple[int, ...]) -> str:
@@ -796,6 +798,19 @@ def budget_cost(result: Result) -> str:
     )
 
 
+@made_from("atari8-short-cut-off")
+def atari_cut_off(result: Result) -> str:
+    """The scores of all evaluations of a run that was cut off."""
+    lines = ["| method | learning | steps of it | scores of the games so far |", "|---|---|---|---|"]
+    for name, run in result["methods"].items():
+        for one in run["evaluations"]:
+            games = [each["name"] for each in run["evaluations"] if each["task"] <= one["task"]]
+            scores = zip(dict.fromkeys(games), one["scores"], strict=True)
+            shown = ", ".join(f"{game} {score:.4g}" for game, score in scores)
+            lines.append(f"| {_title(name)} | {one['name']} | {one['steps']:,} | {shown} |")
+    return "\n".join([*lines, "", f"{result['note']} {source(result)}"])
+
+
 @made_from("benchmarks/ppo_cuda")
 def atari_cost_on_gpu(result: Result) -> str:
     rate = result["contenders"]["ours, AGS-CL"]["steps_per_second"]
@@ -1076,6 +1091,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "paper-costs": paper_costs,
     "shared-or-alone": shared_or_alone,
     "atari-cost-on-gpu": atari_cost_on_gpu,
+    "atari-cut-off": atari_cut_off,
     "atari-cost": atari_cost,
     "without-fast": without_fast,
     "cuda-tests": cuda_tests,
