@@ -59,10 +59,10 @@ def test_pages_are_made_of_results_that_are_not_complete_too():
     row = {"settings": {"lam": 1.0}, "seeds": [0], "average_accuracy": one, "forgetting": one, "stability": one}
     methods = {"ewc": {**row, "plasticity": nothing}}
     table = made.compared({**head, "complete": False, "methods": methods})
-    assert "| ewc | λ 1 | 1 | 50.0 | – | – |" in table
+    assert "| EWC | λ 1 | 1 | 50.0 | – | – | – |" in table
     assert "at 0123456789 with changes, G" in table
     ours = {**row, "seeds": [1], "plasticity": one}
-    assert "| agscl | λ 1 | 1 | 50.0 | – | " in made.compared(
+    assert "| AGS-CL | λ 1 | 1 | 50.0 | – | – | " in made.compared(
         {**head, "complete": False, "methods": {**methods, "agscl": ours}}
     )
     variant = {"variant": "η 0.5", **row, "gain": nothing, "learned": one, "free_at_the_end": one}

@@ -65,14 +65,14 @@ class Section:
 def make_sections(report: ReportData) -> list[Section]:
     """All sections that have something to show, in the order of the page."""
     makers: list[Callable[[ReportData], Section | Sequence[Section | None] | None]] = [
-        _make_matrices,
-        _make_average,
+        _make_matrices_section,
+        _make_average_section,
         _make_node_sections,
-        _make_memory,
-        _make_curves,
-        _make_studies,
-        _make_games,
-        _make_provenance,
+        _make_memory_section,
+        _make_curves_section,
+        _make_studies_sections,
+        _make_games_sections,
+        _make_provenance_section,
     ]
     made: list[Section] = []
     for make in makers:
@@ -90,7 +90,7 @@ def make_sections(report: ReportData) -> list[Section]:
 # Accuracies ----------------------------------------------------------------------------------------------------------
 
 
-def _make_matrices(report: ReportData) -> Section | None:
+def _make_matrices_section(report: ReportData) -> Section | None:
     lines = [line for line in report.lines if line.complete]
     if report.kind != "run":
         lines = [line for line in [*report.ranked, *lines] if line in lines]
@@ -135,7 +135,7 @@ def _tabulate_matrix(line: Line, report: ReportData) -> Table:
     return Table(f"{line.label}: {unit}", columns, rows)
 
 
-def _make_average(report: ReportData) -> Section | None:
+def _make_average_section(report: ReportData) -> Section | None:
     spec = charts.draw_average(report)
     if spec is None:
         return None
@@ -231,8 +231,8 @@ def _make_node_sections(report: ReportData) -> list[Section | None]:
             tables=[_tabulate_layers(history)],
             has_nodes=True,
         ),
-        _make_moved(run, history),
-        _make_capacity(run, history),
+        _make_moved_section(run, history),
+        _make_capacity_section(run, history),
     ]
 
 
@@ -247,7 +247,7 @@ def _tabulate_layers(history: NodeHistory) -> Table:
     )
 
 
-def _make_moved(run: RunData, history: NodeHistory) -> Section | None:
+def _make_moved_section(run: RunData, history: NodeHistory) -> Section | None:
     spec = charts.draw_moved(history)
     rows = []
     for number, certificate in enumerate(run.certificates):
@@ -294,7 +294,7 @@ def _make_moved(run: RunData, history: NodeHistory) -> Section | None:
     return section
 
 
-def _make_capacity(run: RunData, history: NodeHistory) -> Section:
+def _make_capacity_section(run: RunData, history: NodeHistory) -> Section:
     outcome = run.outcome
     statistics = [one.get("capacity") for one in outcome.statistics] if outcome else []
     last = statistics[-1] if statistics and isinstance(statistics[-1], dict) else None
@@ -377,7 +377,7 @@ def _forecast_free(
 # Memory and training -------------------------------------------------------------------------------------------------
 
 
-def _make_memory(report: ReportData) -> Section | None:
+def _make_memory_section(report: ReportData) -> Section | None:
     rows: list[dict[str, Any]] = []
     for line in report.lines:
         if line.complete and line.complete[0].memory:
@@ -418,7 +418,7 @@ def _make_memory(report: ReportData) -> Section | None:
     return section
 
 
-def _make_curves(report: ReportData) -> Section | None:
+def _make_curves_section(report: ReportData) -> Section | None:
     outcomes: dict[str, Outcome] = {}
     if report.kind == "run":
         outcomes = {line.label: line.outcomes[0] for line in report.lines}
@@ -456,20 +456,20 @@ STUDY_TITLES = {
 }
 
 
-def _make_studies(report: ReportData) -> list[Section]:
+def _make_studies_sections(report: ReportData) -> list[Section]:
     made = []
     for study in report.studies:
         name = str(study.get("study"))
         title = STUDY_TITLES.get(name, f"Study {name}")
         try:
-            section = _make_aopc(study, title) if name == "aopc" else _make_study(study, name, title)
+            section = _make_aopc_section(study, title) if name == "aopc" else _make_study_section(study, name, title)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
             section = Section(f"study-{name}", title, f"{name}.json cannot be shown: {error!r}.")
         made.append(section)
     return made
 
 
-def _make_aopc(study: Mapping[str, Any], title: str) -> Section:
+def _make_aopc_section(study: Mapping[str, Any], title: str) -> Section:
     spec = charts.draw_aopc(study)
     lead = (
         "Nodes are pruned one after the other, the most important first, the least important first, or at random. "
@@ -493,7 +493,7 @@ def _make_aopc(study: Mapping[str, Any], title: str) -> Section:
     return section
 
 
-def _make_study(study: Mapping[str, Any], name: str, title: str) -> Section:
+def _make_study_section(study: Mapping[str, Any], name: str, title: str) -> Section:
     section = Section(f"study-{name}", title, "Each line is AGS-CL with one part changed, the mean over seeds.")
     if (spec := charts.draw_study(study)) is not None:
         section.charts = [Chart(f"study-{name}", "", spec, f"Average accuracy of each line of the study {name}.")]
@@ -523,7 +523,7 @@ def _summary(value: Any) -> dict[str, float | None]:
     return {"mean": value.get("mean"), "deviation": value.get("deviation")}
 
 
-def _make_games(report: ReportData) -> list[Section]:
+def _make_games_sections(report: ReportData) -> list[Section]:
     if not report.is_score:
         return []
     section = Section(
@@ -544,7 +544,7 @@ def _make_games(report: ReportData) -> list[Section]:
     return [section] if section.charts else []
 
 
-def _make_provenance(report: ReportData) -> Section:
+def _make_provenance_section(report: ReportData) -> Section:
     run = report.detail
     section = Section("provenance", "Where this comes from", "Everything needed to run it again, and to check it.")
     rows: list[list[str]] = []

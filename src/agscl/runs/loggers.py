@@ -17,7 +17,7 @@ from agscl.runs.folder import is_finished
 from agscl.system.files import encode_json, write_atomically
 
 
-class Figure(NamedTuple):
+class LoggedFigure(NamedTuple):
     """One number of a run."""
 
     name: str
@@ -37,37 +37,39 @@ class FigureReader:
         self._task_names: dict[int, str] = {}  # by the task's index
         self._evaluations: dict[tuple[str, int], int] = {}  # of a method and a task: how many there were
 
-    def read(self, event: Mapping[str, Any]) -> list[Figure]:
+    def read(self, event: Mapping[str, Any]) -> list[LoggedFigure]:
         """The figures of an event; none where it is damaged."""
         try:
             return list(self._read(event))
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return []
 
-    def _read(self, event: Mapping[str, Any]) -> Iterator[Figure]:
+    def _read(self, event: Mapping[str, Any]) -> Iterator[LoggedFigure]:
         kind, method, task, time = event["event"], event["method"], event.get("task", 0), float(event["time"])
         if kind == "epoch":
             step = task * self._epochs + event["epoch"]
             for key in ("loss", "valid_loss", "lr"):
                 if key in event:
-                    yield Figure(f"{method}/{key}", float(event[key]), step, "epoch", time)
+                    yield LoggedFigure(f"{method}/{key}", float(event[key]), step, "epoch", time)
         elif kind == "iteration":
             for key in ("loss", "lr", "score", "steps_per_second"):
                 if event.get(key) is not None:
-                    yield Figure(f"{method}/task {task + 1}/{key}", float(event[key]), event["steps"], "step", time)
+                    yield LoggedFigure(
+                        f"{method}/task {task + 1}/{key}", float(event[key]), event["steps"], "step", time
+                    )
         elif kind == "evaluation":
             self._name_task(task, event["name"])
             for index, score in self._list_named(event["scores"]):
                 step = self._evaluations.get((method, index), 0)
                 self._evaluations[method, index] = step + 1
-                yield Figure(f"{method}/score/{self._task_names[index]}", float(score), step, "evaluation", time)
+                yield LoggedFigure(f"{method}/score/{self._task_names[index]}", float(score), step, "evaluation", time)
         elif kind == "task ended":
             self._name_task(task, event["name"])
             accuracies = event["accuracies"]
             for index, accuracy in self._list_named(accuracies):
-                yield Figure(f"{method}/accuracy/{self._task_names[index]}", float(accuracy), task, "task", time)
+                yield LoggedFigure(f"{method}/accuracy/{self._task_names[index]}", float(accuracy), task, "task", time)
             # not `accuracy`: in MLflow's file store this would be a file and a folder
-            yield Figure(f"{method}/average_accuracy", sum(accuracies) / len(accuracies), task, "task", time)
+            yield LoggedFigure(f"{method}/average_accuracy", sum(accuracies) / len(accuracies), task, "task", time)
 
     def _name_task(self, task: int, name: str) -> None:
         """Give a task a name that every logger takes and no other task has."""
@@ -83,7 +85,7 @@ class FigureReader:
 class Writer(Protocol):
     """Writes figures of one run. It is given every figure of the run's log, after a resume too."""
 
-    def write(self, figures: Sequence[Figure]) -> None: ...
+    def write(self, figures: Sequence[LoggedFigure]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -97,7 +99,7 @@ class TensorBoardWriter:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
-    def write(self, figures: Sequence[Figure]) -> None:
+    def write(self, figures: Sequence[LoggedFigure]) -> None:
         for figure in figures:
             self._writer.add_scalar(figure.name, figure.value, figure.step, figure.time)
         if any(figure.axis == "task" for figure in figures):
@@ -157,7 +159,7 @@ class MLflowWriter:
         write_atomically(self._folder / "mlflow.json", encode_json({"server": server, "run_id": run_id}))
         return run_id
 
-    def write(self, figures: Sequence[Figure]) -> None:
+    def write(self, figures: Sequence[LoggedFigure]) -> None:
         from mlflow.entities import Metric
 
         new = [figure for figure in figures if (figure.name, figure.step) not in self._written]
@@ -191,7 +193,7 @@ class WandbWriter:
         )
         self._names: set[str] = set()
 
-    def write(self, figures: Sequence[Figure]) -> None:
+    def write(self, figures: Sequence[LoggedFigure]) -> None:
         for figure in figures:
             if figure.name not in self._names:
                 self._names.add(figure.name)

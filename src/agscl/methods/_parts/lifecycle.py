@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from agscl.certificate import Certificate, Layout, ProbeOutputs
 from agscl.digests import digest_tensors
 from agscl.graph.forward import preserve_model_state
-from agscl.heads import HeadPlace, Heads, MultiHead
+from agscl.heads import HeadPlace, Heads
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.batches import Batches, explain_batch_errors
@@ -32,6 +32,14 @@ from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
+from agscl.methods._parts.wrapped_models import (
+    contains_compiled,
+    find_ddp_parameters,
+    list_modules,
+    recompile_if_hooks_change,
+    refuse_sharded,
+    unwrap_model,
+)
 from agscl.system.describe import describe_value
 from agscl.system.distributed import is_distributed
 
@@ -176,7 +184,7 @@ class Method:
                 raise ValueError(f"{self.title} needs {need}: call begin_task(task, optimizer, {need}=…).")
             if count is not None and (not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1):
                 raise ValueError(f"begin_task: {need} must be a whole number of at least 1, not {count!r}.")
-        _refuse_sharded(_list_modules(self.model))  # it may be since the method was made
+        refuse_sharded(list_modules(self.model))  # it may be since the method was made
         self._check_optimizers(optimizers)
         for named in [*self.tasks[-1:], task]:
             self.heads.get_head(named, [*self.tasks, task])  # an error here leaves everything as it was
@@ -184,7 +192,7 @@ class Method:
         self.heads.initialise_head(task)
         self.tasks.append(task)
         try:
-            with self._recompiling_if_hooks_change():
+            with recompile_if_hooks_change(self.model, self._given_compiled):
                 self._prepare_task(task)
                 self.plan = self.Plan(self, task, optimizers, epochs, steps_per_epoch)
                 self.plan.attach()
@@ -237,7 +245,7 @@ class Method:
         self._warn_of_lost_copy(plan, epochs=0)
         self.check_weights_finite()
         checked = Batches(batches)
-        with self._recompiling_if_hooks_change():
+        with recompile_if_hooks_change(self.model, self._given_compiled):
             with explain_batch_errors(checked, self.model, is_default=forward is None):
                 self._finish_task(checked, forward or self._default_forward)
             plan.detach()
@@ -532,14 +540,6 @@ class Method:
             "moved": [],
         }
 
-    @contextmanager
-    def _recompiling_if_hooks_change(self) -> Iterator[None]:
-        """What torch.compile compiled does not notice hooks that come or go: let it be compiled again."""
-        before = _list_hooks(self.model)
-        yield
-        if (self._given_compiled or contains_compiled(self.model)) and _list_hooks(self.model) != before:
-            torch.compiler.reset()
-
     # Shared machinery ------------------------------------------------------------------------------------------------
 
     def call_model(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
@@ -716,52 +716,6 @@ class Method:
 def _hold_any(groups: Sequence[Sequence[nn.Parameter]], parameters: Iterable[nn.Parameter]) -> bool:
     ids = {id(p) for p in parameters}
     return any(id(p) in ids for group in groups for p in group)
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model behind DistributedDataParallel or torch.compile; FSDP is refused."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return unwrap_model(model.module)
-    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        return unwrap_model(inner)
-    _refuse_sharded(model.modules())
-    return model
-
-
-def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
-    kinds = {type(item).__name__ for module in modules for item in (module, *module._parameters.values())}
-    if "DTensor" in kinds or any("FullyShardedDataParallel" in kind for kind in kinds):
-        raise NotImplementedError(
-            "The model is sharded (FSDP), which is not supported: the rows of a node would lie on several ranks. "
-            "Use DistributedDataParallel."
-        )
-
-
-def contains_compiled(model: nn.Module) -> bool:
-    """Whether a module was compiled, as `torch.compile(module)` or as `module.compile()`."""
-    return any(
-        isinstance(getattr(module, "_orig_mod", None), nn.Module)
-        or getattr(module, "_compiled_call_impl", None) is not None
-        for module in _list_modules(model)
-    )
-
-
-def _list_hooks(model: nn.Module) -> list[list[int]]:
-    return [[*module._forward_pre_hooks, *module._forward_hooks] for module in _list_modules(model)]
-
-
-def _list_modules(model: nn.Module) -> list[nn.Module]:
-    """All modules, but for the heads of a `MultiHead`, of which there may be hundreds."""
-    return [model, *model.trunk.modules()] if type(model) is MultiHead else list(model.modules())
-
-
-def find_ddp_parameters(model: nn.Module) -> set[int] | None:
-    """Ids of the parameters whose gradients DistributedDataParallel averages; None where the model is not wrapped."""
-    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        return find_ddp_parameters(inner)
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        return None
-    return {id(p) for p in getattr(model, "_module_parameters", model.parameters())}
 
 
 def warn_user(message: str) -> None:
