@@ -220,10 +220,8 @@ def draw_average(report: ReportData) -> Spec | None:
         "axis": {"values": _choose_ticks(max(row["task"] for row in values)), "format": "d", "grid": False},
         "scale": {"nice": False, "padding": 8},
     }
-    lowest = min(row["low"] for row in values)
-    y_scale = {
-        "domain": [0.0 if lowest < 0.5 else math.floor(lowest * 10) / 10, max(1.0, *(v["high"] for v in values))]
-    }
+    lowest, highest = min(row["low"] for row in values), max(row["high"] for row in values)
+    y_scale = {"domain": [math.floor(lowest * 10) / 10, math.ceil(highest * 10) / 10 if highest <= 1 else highest]}
     y = {"type": "quantitative", "axis": {"format": ".0%", "tickCount": 6}, "scale": y_scale}
     scales = _line_scale(labels, color_lines(report.lines))
     layers: list[Spec] = []
