@@ -362,6 +362,12 @@ def test_a_comparison_shows_methods_over_seeds_with_bands(tmp_path, without_pict
     assert {row["seeds"] for row in values} == {3}
 
 
+def test_a_bound_is_not_said_to_keep_no_memory(tmp_path, without_pictures):
+    folder = write_comparison(tmp_path / "compared", ["agscl", "ewc", "separate"], 1, tasks=3)
+    values = read_data(make_page(read_report([folder])))["charts"]["memory"]["data"]["values"]
+    assert {row["method"] for row in values if row["kind"] == "measured"} == {"AGS-CL", "EWC"}
+
+
 def test_several_runs_are_compared_on_one_page(digits, tmp_path, without_pictures):
     other = write_large_run(tmp_path / "made-up", {"fc": 30}, 5)
     report = read_report([digits, other])

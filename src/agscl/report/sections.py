@@ -12,7 +12,7 @@ from agscl.experiments.methods import METHODS
 from agscl.methods._agscl.budget import count_kept
 from agscl.report import charts
 from agscl.report.nodes import NodeHistory, count_moved, count_taken
-from agscl.report.read import Line, Outcome, ReportData, RunData, get_title
+from agscl.report.read import Line, Outcome, ReportData, RunData, get_title, is_bound
 from agscl.report.vega import Spec
 from agscl.report.words import format_bytes, format_seconds, percent, spread
 
@@ -162,9 +162,8 @@ def _make_average_section(report: ReportData) -> Section | None:
                 ]
             )
     columns = ["method", "settings", "seeds", quantity, "forgetting, %", "plasticity", "stability", "time"]
-    bounds = [line for line in report.lines if METHODS.get(line.method) and METHODS[line.method].is_bound]
-    for line in bounds:
-        if line.complete:
+    for line in report.lines:
+        if is_bound(line.method) and line.complete:
             rows.append(
                 [
                     f"{line.label} (a bound)",
@@ -379,7 +378,8 @@ def _forecast_free(
 
 def _make_memory_section(report: ReportData) -> Section | None:
     rows: list[dict[str, Any]] = []
-    for line in report.lines:
+    lines = [line for line in report.lines if not is_bound(line.method)]  # a bound keeps whole networks, or all data
+    for line in lines:
         if line.complete and line.complete[0].memory:
             kept = line.complete[0].memory.get("bytes", 0)
             rows.append({"method": line.label, "bytes": kept, "label": format_bytes(kept), "kind": "measured"})
@@ -400,7 +400,7 @@ def _make_memory_section(report: ReportData) -> Section | None:
         rows.sort(key=lambda row: row["bytes"])
     columns = ["method", "importances", "anchors", "masks", "other numbers", "bytes"]
     cells = []
-    for line in report.lines:
+    for line in lines:
         if line.complete and (memory := line.complete[0].memory):
             known = [memory.get(key, 0) for key in ("importances", "anchors", "masks")]
             skipped = {"importances", "anchors", "masks", "bytes", "digests"}
