@@ -289,6 +289,15 @@ def test_a_head_with_a_forward_of_its_own_is_named_before_anything_changed():
     assert "heads.t0 (CosineHead) has a forward of its own" in str(certificates[0])
 
 
+def test_a_layer_that_can_be_trained_since_the_method_was_made_is_named_before_anything_changed():
+    method, certificates = two_tasks(frozen_first())
+    assert certificates[-1].kind == "guaranteed"
+    method.model.trunk[0].requires_grad_(True)
+    certificate = method.certificate()
+    assert (certificate.kind, certificate.changed_outputs) == ("held", [])
+    assert "trunk.0.weight was frozen, or missing, when the method was made" in str(certificate)
+
+
 def test_outputs_are_compared_with_those_recorded_before_a_resume():
     method, _ = two_tasks(with_norm())
     resumed = PaperAGSCL(copy.deepcopy(method.model), torch.randn(2, 16), **GOOD)
@@ -398,6 +407,14 @@ def test_an_excluded_layer_that_reads_only_the_input_and_is_frozen_keeps_the_gua
     _, certificates = two_tasks(trunk, exclude=["trunk.0"])
     assert certificates[-1].kind == "guaranteed"
     assert "trunk.0 (excluded)" in str(certificates[-1])
+
+
+def test_an_excluded_layer_that_reads_only_the_input_leaves_outputs_uncovered_where_tasks_train_it():
+    trunk = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), *mlp())
+    _, certificates = two_tasks(trunk, exclude=["trunk.0"], excluded="train")
+    assert certificates[0].kind == "held"
+    assert str(certificates[0]).startswith("NOT GUARANTEED: ")
+    assert "trunk.0 is excluded, and every task trains it" in str(certificates[0])
 
 
 def test_weights_changed_after_end_task_are_named_and_nothing_is_said_to_be_kept():

@@ -732,6 +732,38 @@ def test_the_exact_gradient_of_hat_is_that_of_the_compensated_formula_in_float64
     assert authors[3] == 0, "through a float32 gate nothing is left of it"
 
 
+@pytest.mark.parametrize("settings", [{}, HAT.paper])
+def test_the_embedding_receives_the_gradient_by_the_gate_and_in_the_papers_form_that_through_it(settings):
+    method, model = tiny_hat(s_max=2.0, **settings)
+    method.begin_task("t0", torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=1)
+    with torch.no_grad():
+        method.embedding.copy_(torch.tensor([0.5, -1.0, 2.0, 0.1]))
+        for parameter in model.parameters():
+            parameter.abs_()  # so that every node fires
+    x, y = torch.rand(8, 2), torch.randint(2, (8,))
+    gates = torch.sigmoid(2 * method.embedding.detach()).requires_grad_()
+    inner = F.relu(model.trunk[0](x)) * gates[:2]  # called as functions below: no gate there
+    inner = F.relu(F.linear(inner, model.trunk[2].weight, model.trunk[2].bias)) * gates[2:]
+    output = F.linear(inner, model.heads["t0"].weight, model.heads["t0"].bias)
+    (expected,) = torch.autograd.grad(F.cross_entropy(output, y), gates)
+    F.cross_entropy(model(x, "t0"), y).backward()
+    through = 2 * gates * (1 - gates) if settings else 1.0
+    torch.testing.assert_close(method.embedding.grad, expected * through)
+    assert bool(expected.all())
+
+
+@pytest.mark.parametrize(("settings", "learns"), [({}, True), (HAT.paper, False)])
+def test_open_gates_learn_at_the_steepest_s_by_default_and_not_in_the_papers_form(settings, learns):
+    method, model = tiny_hat(c=0.7, **settings)
+    method.begin_task("t0", torch.optim.SGD(model.parameters(), lr=1e-3), steps_per_epoch=1)
+    with torch.no_grad():
+        method.embedding.fill_(1.0)  # gates of exactly 1 in float32, as s is 400
+    model.train()
+    F.cross_entropy(model(torch.randn(8, 2), "t0"), torch.randint(2, (8,))).backward()
+    method.plan.optimizers[0].step()
+    assert torch.equal(method.embedding != 1, torch.full((4,), learns))
+
+
 def test_compensation_clips_the_steep_argument_at_fifty_and_embeddings_stay_within_six():
     method, model = tiny_hat()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agscl import MultiHead, NodeGraph
+from agscl import MAS, MultiHead, NodeGraph
 from agscl.methods._parts.memory import Outline
 from agscl.testing import check_method
 
@@ -67,6 +67,26 @@ def test_pages_are_made_of_results_that_are_not_complete_too():
     )
     variant = {"variant": "η 0.5", **row, "gain": nothing, "learned": one, "free_at_the_end": one}
     assert "| η 0.5 | 50.0 | – | 50.0 |" in made.variants({**head, "rows": [variant]})
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", "those of the others, its paper's form among them, were chosen on these digits"),
+        ("docs/results.md", "the same seed moves by about two points from run to run"),
+        ("docs/results.md", "Avalanche's SI does nothing on a CPU"),
+        ("docs/reproduce.md", "Its MAS measures importances in train mode (dropout on), ours in eval mode."),
+        ("docs/reproduce.md", "Its HAT does not quite reach s_max in an epoch"),
+        ("docs/reproduce.md", "On `cub200` it measures importances on random crops"),
+        ("docs/reproduce.md", "trains without the warm-up of the new head that its own paper describes"),
+    ],
+)
+def test_what_limits_a_comparison_is_said_beside_it(page, sentence):
+    assert sentence in " ".join((HOME / page).read_text().split())
+
+
+def test_the_papers_mas_measures_in_eval_mode_as_the_list_of_differences_says():
+    assert MAS.Config(**MAS.paper).mode == "eval"
 
 
 # Code -----------------------------------------------------------------------------------------------------------------
