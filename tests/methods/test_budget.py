@@ -615,6 +615,23 @@ def test_the_papers_form_of_agscl_has_the_bits_of_paper_agscl():
     assert same(run(AGSCL, **AGSCL.paper), run(PaperAGSCL, **PaperAGSCL.paper))
 
 
+@quiet
+def test_in_the_papers_form_old_outputs_drift_within_an_epoch_and_come_back_when_it_ends():
+    torch.manual_seed(0)
+    model, x, kept = MultiHead(mlp(), features=32), blobs(0)[0][0], []
+    method, optimizer = PaperAGSCL(model, EXAMPLE, lam=math.inf), adam(model)
+    train(method, optimizer, 0, 8, epoch=4)
+    outputs = model(x, "t0")
+
+    def compare(step=None):
+        kept.append(torch.equal(model(x, "t0"), outputs))
+
+    train(method, optimizer, 1, 4, after_step=compare, end=False)
+    method.end_epoch()
+    compare()
+    assert kept == [False, False, False, False, True]
+
+
 @pytest.mark.parametrize("budget", [0, 0.0, -0.5, 1.5, -3, True, math.nan, math.inf, "half"])
 def test_a_budget_that_is_no_share_and_no_number_of_tasks_is_refused(budget):
     with pytest.raises(ValueError, match=r"a share of each layer's free nodes|a whole number, a number"):
@@ -733,6 +750,15 @@ def test_a_mu_too_small_to_free_a_node_is_answered_with_the_form_that_needs_none
     method = PaperAGSCL(model, EXAMPLE, mu=0.01)
     with pytest.warns(SelfCheckWarning, match=r"too small to free a node.*A budget needs no tuning"):
         learn(method, adam(model), 0)
+
+
+def test_a_layer_in_which_no_node_fires_is_warned_about_when_the_task_ends_although_there_is_no_mu():
+    method, optimizer = build()
+    train(method, optimizer, 0, 40, told={"epochs": 10, "steps_per_epoch": 4}, epoch=4, end=False)
+    with torch.no_grad():
+        method.model.trunk[2].bias.fill_(-100)  # as after a step that was far too large
+    with pytest.warns(SelfCheckWarning, match=r"No node fires in trunk\.2 after task 't0'.*did training collapse"):
+        method.end_task(blobs(0))
 
 
 # What the loop may do between tasks ----------------------------------------------------------------------------------

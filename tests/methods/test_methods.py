@@ -616,7 +616,7 @@ def test_it_warns_when_lam_is_zero_or_nothing_is_important():
     assert any("lam is 0" in m for m in warned(lambda: [learn(method, optimizer, n) for n in range(2)]))
     method, _, optimizer = fresh(mu=1e4, lam=10)
     messages = warned(lambda: [learn(method, optimizer, n) for n in range(2)])
-    assert any("smaller mu" in m for m in messages)
+    assert any("nothing is held. Were all shrunk to zero? Use a smaller mu" in m for m in messages)
 
 
 def test_it_warns_when_a_layer_has_no_free_node_left():

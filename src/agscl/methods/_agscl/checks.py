@@ -195,6 +195,13 @@ def _check_layers(plan: AGSCLPlan, active: Tensor) -> None:
             f"Fewer than one node in ten fires in {_join(dead)} after task {plan.task!r}: mu ({config.mu:g}) has "
             f"shrunk nearly all of them to 0, and the task is hardly learned. Use a smaller mu. {_USE_BUDGET}.",
         )
+    silent = [name for name in dead if not bool(active[graph.layers[name].groups].any())]
+    if silent and not config.mu and plan.steps:
+        method.warn_once(
+            "dead",
+            f"No node fires in {_join(silent)} after task {plan.task!r}, so nothing passes there: did training "
+            "collapse (a learning rate that is too high, ReLUs that never fire)?",
+        )
     capacity = method.capacity()
     full = [layer.layer for layer in capacity.layers if not layer.free]
     if full and config.budget is None:
