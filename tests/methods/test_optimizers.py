@@ -117,6 +117,20 @@ def test_without_proximal_steps_every_optimizer_gets_the_penalty_of_its_weights_
         assert not torch.equal(seen[name], before[name]), name
 
 
+def resume(method, optimizers):
+    """A new method, model and optimizers with the state of these."""
+    saved = copy.deepcopy((method.model.state_dict(), [o.state_dict() for o in optimizers], method.state_dict()))
+    model = build(seed=9)
+    for task in ("t0", "t1"):
+        model.add_head(task, 3)
+    model.load_state_dict(saved[0])
+    method, optimizers = make(type(method), model), split(model)
+    method.load_state_dict(saved[2], *optimizers)
+    for optimizer, state in zip(optimizers, saved[1], strict=True):
+        optimizer.load_state_dict(state)
+    return method, optimizers
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_saved_in_the_middle_of_a_task_with_two_optimizers_it_continues_bit_identically(cls):
     def run(stop_at):
@@ -127,20 +141,30 @@ def test_saved_in_the_middle_of_a_task_with_two_optimizers_it_continues_bit_iden
             learn_with(method, optimizers, 1)
         else:
             learn_with(method, optimizers, 1, steps=range(stop_at), end=False)
-            saved = copy.deepcopy((model.state_dict(), [o.state_dict() for o in optimizers], method.state_dict()))
-            model = build(seed=9)
-            for task in ("t0", "t1"):
-                model.add_head(task, 3)
-            model.load_state_dict(saved[0])
-            method, optimizers = make(cls, model), split(model)
-            method.load_state_dict(saved[2], *optimizers)
-            for optimizer, state in zip(optimizers, saved[1], strict=True):
-                optimizer.load_state_dict(state)
+            method, optimizers = resume(method, optimizers)
             learn_with(method, optimizers, 1, steps=range(stop_at, 16), begin=False)
+            model = method.model
         learn_with(method, optimizers, 2)
         return bits(model)
 
     assert same(run(None), run(6))
+
+
+def test_saved_after_a_step_of_the_second_optimizer_alone_its_weights_still_get_their_proximal_step():
+    results = []
+    for resumed in (False, True):
+        model = build()
+        method, optimizers = make(PaperAGSCL, model), split(model)
+        learn_with(method, optimizers, 0)
+        learn_with(method, optimizers, 1, end=False)
+        learn_with(method, optimizers, 1, steps=range(1), begin=False, end=False, order=(1,))
+        if resumed:
+            method, optimizers = resume(method, optimizers)
+        before = bits(method.model)
+        method.end_task(blobs(1))
+        results.append(bits(method.model))
+    assert not torch.equal(before["trunk.2.weight"], results[1]["trunk.2.weight"])
+    assert same(*results)
 
 
 def torch_save_and_load(objects):
@@ -220,8 +244,9 @@ def test_a_method_copied_at_the_end_of_a_task_may_end_it_without_a_warning():
 def test_what_is_dropped_in_the_middle_of_a_task_is_freed(cls):
     model = build()
     method, optimizer = make(cls, model), adam(model)
-    model.add_head("t0", 3)
-    method.begin_task("t0", optimizer, epochs=2, steps_per_epoch=4)
+    learn_with(method, (optimizer,), 0, steps=range(4), order=(0,))
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer, epochs=2, steps_per_epoch=4)
     dropped = [weakref.ref(thing) for thing in (model, method, optimizer)]
     del model, method, optimizer
     gc.collect()
@@ -275,7 +300,54 @@ def test_under_lbfgs_a_path_starts_where_the_step_starts(cls, gradient):
             expected = first[name] * (start[name] - parameter.detach())
             torch.testing.assert_close(method.plan.path[f"trunk.{name}"], expected)
     else:
-        assert any(bool(path.any()) for path in method.plan.path.values())
+        for name, parameter in model.trunk.named_parameters():
+            change = parameter.detach() - start[name]
+            gain = (-first[name] * change).clamp(min=0)
+            expected = gain / (0.5 * method.config.alpha * (first[name] * change).square() + method.config.eps)
+            torch.testing.assert_close(method.plan.path[f"trunk.{name}"], expected)
+
+
+@pytest.mark.parametrize("cls", [SI, RWalk])
+def test_a_path_leaves_out_a_step_that_raised(cls):
+    paths = []
+    for raises in (False, True):
+        model = build()
+        model.add_head("t0", 3)
+        method, optimizer = cls(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        method.begin_task("t0", optimizer)
+        for number in (1, 0) if raises else (0,):
+            x, y = blobs(0)[number]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, "t0"), y).backward()
+            if number == 1:
+                handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+                handle.remove()
+        optimizer.step()
+        paths.append(method.plan.path)
+    assert same(*paths)
+
+
+@pytest.mark.parametrize("how", ["begin_task fails", "cancel_task"])
+def test_a_task_that_is_not_begun_leaves_its_head_in_no_optimizer(how):
+    model = build()
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=1e-2)
+    method = L2(model)
+    learn(method, optimizer, 0, epochs=1)
+    (group,) = optimizer.param_groups
+    held, names = list(group["params"]), list(group["param_names"])
+    model.add_head("t1", 3)
+    if how == "cancel_task":
+        method.begin_task("t1", optimizer)
+        method.cancel_task()
+    else:
+        group["maximize"] = True
+        with pytest.raises(ValueError, match="maximise the penalty"):
+            method.begin_task("t1", optimizer)
+    assert [id(p) for p in group["params"]] == [id(p) for p in held]
+    assert group["param_names"] == names
+    assert StepHooks.get(optimizer) is None
 
 
 @pytest.mark.parametrize("cls", [FineTune, PaperAGSCL, HAT])
@@ -358,6 +430,28 @@ def test_moments_find_their_parameters_where_heads_are_declared_before_the_trunk
     optimizer.load_state_dict(saved[1])
     for name, parameter in model.named_parameters():
         assert torch.equal(optimizer.state[parameter]["exp_avg"], moments[name]), name
+
+
+@pytest.mark.parametrize("made", ["before the heads", "after them"])
+def test_names_stay_beside_their_parameters_when_a_task_is_resumed(made):
+    def fresh(heads):
+        model = HeadsFirst()
+        model.out = nn.ModuleDict({task: nn.Linear(32, 3) for task in heads})
+        return model, torch.optim.Adam(model.named_parameters(), lr=1e-2)
+
+    model, optimizer = fresh(["t0"])
+    method = FineTune(model, heads="out")
+    learn(method, optimizer, 0, epochs=1)
+    model.out["t1"] = nn.Linear(32, 3)
+    learn(method, optimizer, 1, epochs=1, end=False)
+    expected = optimizer.param_groups[0]["param_names"]
+
+    resumed, other = fresh([] if made == "before the heads" else ["t0", "t1"])
+    resumed.out.update({task: nn.Linear(32, 3) for task in model.out if task not in resumed.out})
+    FineTune(resumed, heads="out").load_state_dict(method.state_dict(), other)
+    (group,) = other.param_groups
+    assert group["param_names"] == expected
+    assert [id(p) for p in group["params"]] == [id(resumed.get_parameter(name)) for name in expected]
 
 
 def test_a_rate_that_ends_every_epoch_near_zero_frees_nodes_all_the_same():
