@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from agscl import MultiHead, PaperAGSCL
+from agscl import EWC, MultiHead, PaperAGSCL
 from loops import blobs, leave_process_group, mlp
 
 
@@ -42,11 +43,32 @@ def _rank(rank: int, port: int, folder: str, late_heads: bool) -> None:
                 optimizer.step()
             method.end_epoch()
         method.end_task(mine)
-    torch.save(
-        {"model": model.state_dict(), "omega": method.knowledge.omega, "first": method.knowledge.first_task},
-        Path(folder) / f"{rank}.pt",
-    )
+    found = {"model": model.state_dict(), "omega": method.knowledge.omega, "first": method.knowledge.first_task}
+    if late_heads:
+        found["statistics"] = _learn_with_statistics_per_task(rank)
+    torch.save(found, Path(folder) / f"{rank}.pt")
     leave_process_group()
+
+
+def _learn_with_statistics_per_task(rank: int) -> dict[str, torch.Tensor]:
+    """Weights and statistics of two tasks; the first head does not know its number of inputs when its task begins."""
+    torch.manual_seed(0)
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()))
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    method, optimizer = EWC(parallel, batchnorm="per_task"), torch.optim.Adam(model.parameters(), lr=1e-2)
+    for number in range(2):
+        task, mine = f"t{number}", blobs(number)[rank::2]
+        torch.manual_seed(rank)
+        model.add_head(task, 3)
+        method.begin_task(task, optimizer)
+        for x, y in mine:
+            optimizer.zero_grad()
+            F.cross_entropy(parallel(x, task), y).backward()
+            optimizer.step()
+        method.end_task(mine)
+    kept = method.knowledge.norm_statistics.items()
+    statistics = {f"{task} {name}": tensor for task, table in kept for name, tensor in table.items()}
+    return {**{name: p.detach() for name, p in model.named_parameters()}, **statistics}
 
 
 @pytest.mark.parametrize("late_heads", [False, True])
@@ -59,5 +81,6 @@ def test_two_ranks_with_other_data_and_other_seeds_agree_to_the_bit(tmp_path, la
     assert torch.equal(a["omega"], b["omega"])
     assert torch.equal(a["first"], b["first"])
     assert 0 < int((a["omega"] == 0).sum()) < 64
-    for name, tensor in a["model"].items():
-        assert torch.equal(tensor, b["model"][name]), name
+    for key in ("model", "statistics") if late_heads else ("model",):
+        for name, tensor in a[key].items():
+            assert torch.equal(tensor, b[key][name]), name

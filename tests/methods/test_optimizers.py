@@ -348,6 +348,7 @@ def test_a_task_that_is_not_begun_leaves_its_head_in_no_optimizer(how):
     assert [id(p) for p in group["params"]] == [id(p) for p in held]
     assert group["param_names"] == names
     assert StepHooks.get(optimizer) is None
+    assert method.state_dict()["knowledge"]["parameter_order"] == [[names]]
 
 
 @pytest.mark.parametrize("cls", [FineTune, PaperAGSCL, HAT])

@@ -33,6 +33,7 @@ class OptimizerHeads:
         self._names: Mapping[int, str] = {}  # of the model's parameters, by id
         self._added_parameters: list[tuple[dict[str, Any], nn.Parameter]] = []  # with the param group of each
         self._averaged: list[nn.Parameter] = []  # gradients that no DistributedDataParallel averages over ranks
+        self._unshared: list[nn.Parameter] = []  # those of them that are lazy: each rank will draw its own
 
     def _name_parameters(self) -> Order:
         """The names of the optimizers' parameters; lists the heads again where one is unknown.
@@ -117,9 +118,16 @@ class OptimizerHeads:
         if not is_distributed() or method.averaged_by_ddp is None:
             return
         for parameter in method.heads.get_head(self.task, method.tasks).parameters():
-            if id(parameter) not in method.averaged_by_ddp and not is_lazy(parameter):
-                copy_from_first_rank_(parameter.detach())
+            if id(parameter) not in method.averaged_by_ddp:
                 self._averaged.append(parameter)
+                self._unshared.append(parameter)
+        self._share_drawn()
+
+    def _share_drawn(self) -> None:
+        """Let all ranks have the first one's values of what is no longer lazy."""
+        for parameter in [p for p in self._unshared if not is_lazy(p)]:
+            copy_from_first_rank_(parameter.detach())
+        self._unshared = [p for p in self._unshared if is_lazy(p)]
 
     def _list_parameter_order(self) -> Order:
         names = self._names
@@ -128,6 +136,7 @@ class OptimizerHeads:
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average over ranks what DistributedDataParallel does not know: a head added after it was wrapped."""
+        self._share_drawn()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._averaged else set()
         for parameter in self._averaged:
             if id(parameter) in trained and parameter.grad is not None:

@@ -98,6 +98,7 @@ class Plan(OptimizerHeads):
         for group, parameter in self._added_parameters:
             remove_parameter(group, parameter)
         if self._added_parameters:
+            self.method.knowledge.parameter_order = self._list_parameter_order()
             self.restart_lbfgs()
 
     def reconnect_copy(self) -> None:
