@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PaperAGSCL
 from agscl.graph import NodeGraphError
 from agscl.methods import find_methods
+from agscl.methods._agscl import activations, node_pruner, proximal
+from agscl.methods._agscl.proximal import sum_dtype
 from loops import adam, blobs, learn, make, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -102,6 +106,25 @@ def test_a_float64_model_has_importances_and_targets_in_float64():
     expected = -(torch.softmax(one / 2, -1) * torch.log_softmax(other / 2, -1)).sum(-1).mean()
     assert term.dtype == torch.float64
     assert torch.equal(term, expected)
+
+
+class RefuseFloat64(TorchDispatchMode):
+    """As a device that has no float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert not any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(result))
+        return result
+
+
+def test_agscl_needs_no_float64_on_a_device_that_has_none(monkeypatch):
+    for module in (activations, node_pruner, proximal):
+        monkeypatch.setattr(module, "sum_dtype", lambda _: sum_dtype(torch.device("mps")))
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
+    method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+    with RefuseFloat64():
+        for number in range(2):
+            learn(method, optimizer, number, epochs=1)
 
 
 @pytest.mark.parametrize("where", ["trunk.0.weight", "heads.t0.bias"])

@@ -432,6 +432,11 @@ def test_moments_find_their_parameters_where_heads_are_declared_before_the_trunk
     for name, parameter in model.named_parameters():
         assert torch.equal(optimizer.state[parameter]["exp_avg"], moments[name]), name
 
+    optimizer, method = adam(model), FineTune(model, heads="out")
+    optimizer.load_state_dict(saved[1])
+    with pytest.raises(ValueError, match=r"Load the method's state first.* and then the optimizer's"):
+        method.load_state_dict(saved[2], optimizer)
+
 
 @pytest.mark.parametrize("made", ["before the heads", "after them"])
 def test_names_stay_beside_their_parameters_when_a_task_is_resumed(made):

@@ -314,7 +314,7 @@ class Method:
     def load_state_dict(self, state: Mapping[str, Any], *optimizers: Optimizer) -> None:
         """Continue from a saved state; in the middle of a task, hook the optimizers again.
 
-        The model must have its heads and its saved weights by now.
+        The model must have its heads and its saved weights by now. The optimizers' own states are loaded after this.
         """
         if not isinstance(state, Mapping) or not {"method", "settings", "knowledge", "plan"} <= state.keys():
             raise ValueError("This is not the state of a method: give what method.state_dict() returned.")
@@ -360,6 +360,11 @@ class Method:
                     ranks = sorted(range(len(numbers)), key=numbers.__getitem__)
                     for key in ("params", "param_names") if "param_names" in group else ("params",):
                         group[key][:] = [group[key][rank] for rank in ranks]
+            if _holds_misplaced(optimizer):
+                raise ValueError(
+                    "The optimizer's state does not fit its parameters: torch loads it by position. Load the method's "
+                    "state first, which puts the parameters in their saved order, and then the optimizer's."
+                )
 
     def cancel_task(self) -> None:
         """Undo `begin_task`, as if it had not been called; weights that steps have changed since stay as they are."""
@@ -711,6 +716,14 @@ class Method:
                 "The optimizer holds none of the model's parameters. Was the model copied or moved after the "
                 "optimizer was made? Then make the optimizer again."
             )
+
+
+def _holds_misplaced(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of torch has a parameter with the moments of one of another shape."""
+    if not type(optimizer).__module__.startswith("torch.optim"):  # others may keep moments of any shape
+        return False
+    moments = [(p, state.get(key)) for p, state in optimizer.state.items() for key in ("exp_avg", "momentum_buffer")]
+    return any(isinstance(moment, Tensor) and moment.shape != parameter.shape for parameter, moment in moments)
 
 
 def _hold_any(groups: Sequence[Sequence[nn.Parameter]], parameters: Iterable[nn.Parameter]) -> bool:
