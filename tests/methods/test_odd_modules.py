@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PaperAGSCL
 from agscl.graph import NodeGraphError
 from agscl.methods import find_methods
-from agscl.methods._agscl import activations, node_pruner, proximal
+from agscl.methods._agscl import activations, learning_rates, node_pruner, proximal
 from agscl.methods._agscl.proximal import sum_dtype
 from loops import adam, blobs, learn, make, mlp
 
@@ -117,11 +117,12 @@ class RefuseFloat64(TorchDispatchMode):
         return result
 
 
-def test_agscl_needs_no_float64_on_a_device_that_has_none(monkeypatch):
-    for module in (activations, node_pruner, proximal):
+@pytest.mark.parametrize("cls", [AGSCL, PaperAGSCL])
+def test_agscl_needs_no_float64_on_a_device_that_has_none(cls, monkeypatch):
+    for module in (activations, learning_rates, node_pruner, proximal):
         monkeypatch.setattr(module, "sum_dtype", lambda _: sum_dtype(torch.device("mps")))
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
-    method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+    method, optimizer = cls(model, torch.zeros(2, 16)), adam(model)
     with RefuseFloat64():
         for number in range(2):
             learn(method, optimizer, number, epochs=1)

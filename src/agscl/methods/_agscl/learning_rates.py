@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
+from agscl.methods._agscl.proximal import sum_dtype
 
 __all__ = ["LayerRates", "select_rates"]
 
@@ -79,7 +80,8 @@ def select_rates(alpha: float | Tensor, rows: Rows) -> Tensor:
     """The rates of the rows' groups, (groups,), of one rate for all or of (all groups,)."""
     if isinstance(alpha, Tensor) and alpha.dim():
         return alpha[rows.groups]
-    return torch.ones(len(rows), device=rows.groups.device, dtype=torch.float64) * alpha
+    device = rows.groups.device
+    return torch.ones(len(rows), device=device, dtype=sum_dtype(device)) * alpha
 
 
 def _copy_rate(rate: float | Tensor) -> float | Tensor:
