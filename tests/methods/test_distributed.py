@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from agscl import AGSCL, EWC, MultiHead, PaperAGSCL
-from agscl.methods._parts.lifecycle import Method
+from agscl import AGSCL, EWC, FineTune, MultiHead, PaperAGSCL
+from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from loops import blobs, leave_process_group, make, mlp
 
 
@@ -47,17 +47,20 @@ def _rank(rank: int, port: int, folder: str, late_heads: bool) -> None:
     found = {"model": model.state_dict(), "omega": method.knowledge.omega, "first": method.knowledge.first_task}
     if late_heads:
         found |= {cls.__name__: _learn_with_batchnorm(rank, cls) for cls in (EWC, AGSCL)}
+        with pytest.warns(SelfCheckWarning, match="'t0' differs between ranks.*Give the method the Distributed"):
+            _learn_with_batchnorm(rank, FineTune, knows_ranks=False)
     torch.save(found, Path(folder) / f"{rank}.pt")
     leave_process_group()
 
 
-def _learn_with_batchnorm(rank: int, cls: type[Method]) -> dict[str, torch.Tensor]:
+def _learn_with_batchnorm(rank: int, cls: type[Method], *, knows_ranks: bool = True) -> dict[str, torch.Tensor]:
     """Weights and statistics of two tasks; the first head may not know its number of inputs when its task begins."""
     torch.manual_seed(0)
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()))
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    method = EWC(parallel, batchnorm="per_task") if cls is EWC else make(cls, parallel)
+    settings = {"batchnorm": "per_task"} if cls is EWC else {}
+    method = make(cls, parallel if knows_ranks else model, **settings)
     for number in range(2):
         task, mine = f"t{number}", blobs(number)[rank::2]
         torch.manual_seed(rank)
