@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PaperAGSCL
 from agscl.graph import NodeGraphError
 from agscl.methods import find_methods
-from agscl.methods._agscl import activations, learning_rates, node_pruner, proximal
-from agscl.methods._agscl.proximal import sum_dtype
+from agscl.system import sums
 from loops import adam, blobs, learn, make, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -117,15 +116,16 @@ class RefuseFloat64(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("cls", [AGSCL, PaperAGSCL])
-def test_agscl_needs_no_float64_on_a_device_that_has_none(cls, monkeypatch):
-    for module in (activations, learning_rates, node_pruner, proximal):
-        monkeypatch.setattr(module, "sum_dtype", lambda _: sum_dtype(torch.device("mps")))
+@pytest.mark.parametrize("cls", find_methods().values())
+def test_no_method_needs_float64_on_a_device_that_has_none(cls, monkeypatch):
+    monkeypatch.setattr(sums, "WITHOUT_FLOAT64", {"cpu"})
     model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()), features=32)
-    method, optimizer = cls(model, torch.zeros(2, 16)), adam(model)
+    method, optimizer = make(cls, model), adam(model)
     with RefuseFloat64():
         for number in range(2):
             learn(method, optimizer, number, epochs=1)
+            method.penalty()
+            method.statistics()
 
 
 @pytest.mark.parametrize("where", ["trunk.0.weight", "heads.t0.bias"])

@@ -19,6 +19,7 @@ from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
 from agscl.methods._parts.sample_gradients import as_one_value, count_samples, measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.system.sums import sum_dtype, to_sum_dtype
 
 __all__ = ["EWC", "EWCConfig"]
 
@@ -173,7 +174,12 @@ class EWC(WeightMethod):
         for batch in batches:
             samples = count_samples(tree_flatten(batch)[0])
             if self.config.fisher == "sampled":
-                yield batch, torch.rand(samples, generator=generator, dtype=torch.float64).to(parameter.device)
+                yield (
+                    batch,
+                    torch.rand(samples, generator=generator, dtype=torch.float64).to(
+                        parameter.device, sum_dtype(parameter.device)
+                    ),
+                )
                 continue
             classes = classes or _require_logits(compute_output(batch), self.config.fisher).shape[1]
             yield batch, (2 * torch.randint(2, (samples, classes), generator=generator) - 1).to(parameter)
@@ -183,14 +189,14 @@ class EWC(WeightMethod):
     def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
         knowledge, learned = self.knowledge, len(self.tasks) - 1
         for name, parameter in protected.items():
-            fisher, weights = new[name].double(), parameter.detach().to(torch.float64, copy=True)
+            fisher, weights = to_sum_dtype(new[name]), to_sum_dtype(parameter.detach(), copy=True)
             if (old := knowledge.importances.get(name)) is not None:
                 if self.config.accumulation == "merged":
                     fisher = (fisher + learned * old) / (learned + 1)
                 elif self.config.accumulation == "online":
                     fisher = fisher + self.config.gamma * old
                 else:
-                    total, anchor = fisher + old, knowledge.anchors[name].double()
+                    total, anchor = fisher + old, to_sum_dtype(knowledge.anchors[name])
                     knowledge.minimum += float(
                         torch.where(total > 0, fisher * old / total * (anchor - weights).square(), 0.0).sum()
                     )
@@ -205,7 +211,7 @@ def sample_classes(logits: Tensor, uniforms: Tensor) -> Tensor:
 
     `uniforms` (samples,) are random numbers in [0, 1).
     """
-    cumulative = logits.detach().double().softmax(1).cumsum(1)
+    cumulative = to_sum_dtype(logits.detach()).softmax(1).cumsum(1)
     return (cumulative < uniforms[:, None] * cumulative[:, -1:]).sum(1)
 
 

@@ -30,6 +30,7 @@ from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
 from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
+from agscl.system.sums import to_sum_dtype
 
 __all__ = ["HAT", "HATConfig"]
 
@@ -161,7 +162,7 @@ class HATPlan(NodePlan):
         if self.steps_per_epoch is None:
             return 1.0
         low, high, last = 1 / self.method.config.s_max, self.method.config.s_max, self.steps_per_epoch - 1
-        position = self.position.double() if isinstance(self.position, Tensor) else self.position
+        position = to_sum_dtype(self.position) if isinstance(self.position, Tensor) else self.position
         return low + (high - low) * (position % self.steps_per_epoch / last if last else 1.0)
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -461,7 +462,7 @@ class HAT(NodeMethod):
             "free": size - used,
             "sparsity": 1 - used / size,
             "shared": int(((mask >= 0.5) & (used_before >= 0.5)).sum()),
-            "binary": float(((mask == 0) | (mask == 1)).double().mean()),
+            "binary": float(to_sum_dtype((mask == 0) | (mask == 1)).mean()),
         }
 
     def _check_gates(self, plan: HATPlan, mask: Tensor) -> None:

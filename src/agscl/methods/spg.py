@@ -25,6 +25,7 @@ from agscl.methods._parts.sample_gradients import Score, as_one_value, measure_g
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
 from agscl.system.describe import describe_value
+from agscl.system.sums import to_sum_dtype
 
 __all__ = ["SPG", "SPGConfig"]
 
@@ -140,7 +141,7 @@ class SPG(FrozenPartsMethod):
         """The mean of 1 − importance over all weights: the share of a step that a head takes."""
         importances = self.knowledge.importances.values()
         count = sum(importance.numel() for importance in importances)
-        return 1 - sum(float(importance.sum(dtype=torch.float64)) for importance in importances) / max(1, count)
+        return 1 - sum(float(to_sum_dtype(importance).sum()) for importance in importances) / max(1, count)
 
     @torch.no_grad()
     def _finish_task(self, batches: Iterable[Any], forward: Forward) -> None:
@@ -193,6 +194,7 @@ class SPG(FrozenPartsMethod):
 
 def normalise_gradient(gradient: Tensor) -> Tensor:
     """tanh of the entries with their mean taken off, in units of their standard deviation (over n − 1)."""
-    centred = gradient.double() - gradient.double().mean()
+    centred = to_sum_dtype(gradient)
+    centred = centred - centred.mean()
     deviation = centred.square().sum().div(max(1, gradient.numel() - 1)).sqrt()
     return torch.tanh(centred / deviation) if bool(deviation > 0) else torch.zeros_like(centred)

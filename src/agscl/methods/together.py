@@ -15,6 +15,7 @@ from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.penalties import WeightMethod
 from agscl.methods._parts.task_views import TaskViewMethod
+from agscl.system.sums import to_sum_dtype
 
 __all__ = ["Together"]
 
@@ -109,7 +110,7 @@ class Together(Method):
         return torch.stack([method.loss(x, output) for method in self.methods]).sum()
 
     def penalty(self) -> Tensor:
-        return torch.stack([method.penalty().double() for method in self.methods]).sum()
+        return torch.stack([to_sum_dtype(method.penalty()) for method in self.methods]).sum()
 
     def add_penalty_gradients(self) -> None:
         self._require_task("add_penalty_gradients")

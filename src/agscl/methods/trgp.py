@@ -33,6 +33,7 @@ from agscl.methods._parts.subspaces import (
     count_inputs_drawn,
 )
 from agscl.system.distributed import is_distributed
+from agscl.system.sums import to_sum_dtype
 
 __all__ = ["TRGP", "TRGPConfig"]
 
@@ -253,11 +254,11 @@ class TRGP(SubspaceMethod):
     def measure_shares(self, name: str, gradient: Tensor) -> dict[str, float] | None:
         """Per learned task, ‖proj(gradient)‖ / ‖gradient‖ for its subspace; None if the gradient is 0 or not finite."""
         basis = self.knowledge.bases[name]
-        rows = gradient.reshape(len(basis), -1, basis.shape[1]).double()
+        rows = to_sum_dtype(gradient.reshape(len(basis), -1, basis.shape[1]))
         total = float(rows.square().sum())
         if not 0 < total < float("inf"):
             return None
-        energies = (rows @ basis.double()).square().sum(1)  # (groups, directions)
+        energies = (rows @ to_sum_dtype(basis)).square().sum(1)  # (groups, directions)
         used = {task: masks[name] for task, masks in self.knowledge.used.items() if name in masks}
         if not used:
             return {}
@@ -424,11 +425,13 @@ def choose_directions(old_basis: Tensor | None, inputs: Tensor, threshold: float
     their bits, and (groups, directions) which were chosen.
     """
     bases, masks = [], []
-    for number, group_inputs in enumerate(inputs.double()):
+    for number, group_inputs in enumerate(to_sum_dtype(inputs)):
         old = inputs.new_empty(len(group_inputs), 0) if old_basis is None else old_basis[number]
         old = old[:, (old != 0).any(0)]
-        along_old = old.double().T @ group_inputs
-        directions, singular_values, _ = torch.linalg.svd(group_inputs - old.double() @ along_old, full_matrices=False)
+        held_before = to_sum_dtype(old)
+        along_old = held_before.T @ group_inputs
+        left = group_inputs - held_before @ along_old
+        directions, singular_values, _ = torch.linalg.svd(left, full_matrices=False)
         sizes = torch.cat([along_old.norm(dim=1), singular_values])
         order = sizes.argsort(descending=True, stable=True)
         held, total = sizes[order].square().cumsum(0), group_inputs.square().sum()
@@ -437,7 +440,7 @@ def choose_directions(old_basis: Tensor | None, inputs: Tensor, threshold: float
         chosen = chosen[sizes[chosen] > rounding]
         count = min(int((chosen >= old.shape[1]).sum()), len(group_inputs) - old.shape[1])
         new = directions[:, :count]
-        new = torch.linalg.qr(new - old.double() @ (old.double().T @ new))[0]
+        new = torch.linalg.qr(new - held_before @ (held_before.T @ new))[0]
         bases.append(torch.cat([old, new.to(inputs.dtype)], 1))
         mask = torch.zeros(old.shape[1] + len(singular_values), dtype=torch.bool, device=inputs.device)
         mask[chosen] = True

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from agscl.heads import MultiHead, check_task_name
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods.cpr import cpr_loss
+from agscl.system.sums import sum_dtype
 from agscl.system.tf32 import tf32_for
 from agscl.tasks import Task, TaskSequence
 from agscl.training.batch_order import order_epoch
@@ -352,7 +353,7 @@ class Trainer:
         """The mean loss on the validation split of a task."""
         assert task.valid_x is not None
         assert task.valid_y is not None
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        total = torch.zeros((), device=self.device, dtype=sum_dtype(self.device))
         with self._eval_mode(), self.engine.trunk_context(full_batch=False):
             for x, y in zip(task.valid_x.split(EVALUATION_BATCH), task.valid_y.split(EVALUATION_BATCH), strict=True):
                 total += len(y) * self.batch_loss(task.prepare_inputs(x), y, task.name)
@@ -372,7 +373,7 @@ class Trainer:
         inputs, labels = (task.valid_x, task.valid_y) if valid else (task.test_x, task.test_y)
         assert inputs is not None
         assert labels is not None
-        correct = torch.zeros((), device=self.device, dtype=torch.float64)
+        correct = torch.zeros((), device=self.device, dtype=sum_dtype(self.device))
         for x, y in zip(inputs.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
             output = self.model(self.to_memory_format(task.prepare_inputs(x)), task.name)
             correct += (output.argmax(1) == y).sum()

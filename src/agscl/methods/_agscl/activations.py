@@ -10,8 +10,8 @@ from torch import Tensor
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
 from agscl.graph.nodes import NodeGraph
-from agscl.methods._agscl.proximal import sum_dtype
 from agscl.system.distributed import sum_over_ranks_
+from agscl.system.sums import sum_dtype
 
 __all__ = ["measure_activations"]
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
-from agscl.methods._agscl.proximal import sum_dtype
+from agscl.system.sums import sum_dtype
 
 __all__ = ["LayerRates", "select_rates"]
 

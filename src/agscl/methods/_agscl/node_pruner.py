@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
 from agscl.methods._agscl.budget import Budget, count_kept, pruned_share_at
-from agscl.methods._agscl.proximal import sum_dtype
 from agscl.system.bitwise import as_bits, mask_bits_, uses_bits
+from agscl.system.sums import sum_dtype
 
 if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLPlan

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["group_norms", "norm_gradients", "pull", "shrink", "sum_dtype"]
+from agscl.system.sums import sum_dtype
+
+__all__ = ["group_norms", "norm_gradients", "pull", "shrink"]
 
 
 @torch.no_grad()
@@ -96,8 +98,3 @@ def _expand_to_rows(values: Tensor, rows: Sequence[Tensor], members: Tensor | No
 def _upcast_half(tensor: Tensor) -> Tensor:
     """Half-precision rows as float32, in which they are computed."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """In which sums are taken: float64, where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -27,6 +27,7 @@ from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.memory import ZERO, Memory, Outline
 from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.settings import Settings
+from agscl.system.sums import sum_dtype, to_sum_dtype
 
 __all__ = ["Tensors", "WeightConfig", "WeightKnowledge", "WeightMethod", "WeightPlan", "find_protected"]
 
@@ -267,11 +268,12 @@ class WeightMethod(Method):
         """Σ importance·(θ − anchor)²"""
         importances = self._current_importances()
         parameters = self.heads.list_task_parameters(self.tasks[-1], self.tasks) if self.tasks else {}
-        total = next(self.model.parameters()).new_zeros((), dtype=torch.float64)
+        parameter = next(self.model.parameters())
+        total = parameter.new_zeros((), dtype=sum_dtype(parameter.device))
         if importances is not None and not importances:
             return total
         for name, anchor in self.knowledge.anchors.items():
-            squares = (parameters[name].double() - anchor).square()
+            squares = (to_sum_dtype(parameters[name]) - anchor).square()
             total += (squares if importances is None else squares * importances[name]).sum()
         return total
 
@@ -374,7 +376,7 @@ class WeightMethod(Method):
             return {}
         count = sum(importance.numel() for importance in importances.values())
         return {
-            "importance_mean": sum(float(importance.sum(dtype=torch.float64)) for importance in importances.values())
+            "importance_mean": sum(float(to_sum_dtype(importance).sum()) for importance in importances.values())
             / count,
             "importance_max": max(float(importance.max()) for importance in importances.values()),
         }

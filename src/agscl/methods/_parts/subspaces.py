@@ -23,6 +23,7 @@ from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.settings import Settings
 from agscl.system.distributed import copy_from_first_rank_, is_distributed
+from agscl.system.sums import to_sum_dtype
 
 __all__ = [
     "SubspaceConfig",
@@ -313,8 +314,8 @@ def count_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
 def extend_basis(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
     """Extend `old_basis` until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
     bases = []
-    for number, group_inputs in enumerate(inputs.double()):
-        basis = group_inputs.new_empty(len(group_inputs), 0) if old_basis is None else old_basis[number].double()
+    for number, group_inputs in enumerate(to_sum_dtype(inputs)):
+        basis = group_inputs.new_empty(len(group_inputs), 0) if old_basis is None else to_sum_dtype(old_basis[number])
         basis = basis[:, (basis != 0).any(0)]
         remainder = group_inputs - basis @ (basis.T @ group_inputs)
         directions, singular_values, _ = torch.linalg.svd(remainder, full_matrices=False)
