@@ -217,6 +217,20 @@ def test_verify_notices_certificates_that_are_not_the_runs_own(runs, capsys, cha
     assert output.splitlines()[-1].startswith("FAILED: ")
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("run", "is of a run with another configuration or other data"),
+        ("previous", "does not follow the one before it"),
+    ],
+)
+def test_verify_checks_that_each_entry_of_the_chain_names_its_run_and_the_entry_before(runs, capsys, key, words):
+    edit_checkpoint(RUN, lambda state: state["chain"][-1].update({key: "0" * 64}))
+    (RUN / "result.json").unlink()  # which holds the chain, too
+    code, output = call(capsys, "verify", "quick")
+    assert (code, words in output) == (1, True), output
+
+
 def test_verify_refuses_another_runs_config_json(runs, capsys):
     shutil.copy(runs / "rate" / "config.json", RUN / "config.json")
     code, output = call(capsys, "verify", "quick")

@@ -26,6 +26,7 @@ def test_the_bars_show_the_epoch_and_loss_within_an_epoch_and_the_time_left_for_
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue()).replace("\r", "\n").splitlines()
     assert any(line.startswith("fine-tuning") and "task 1, epoch 3/7, loss 1.250" in line for line in lines)
     shares = [re.search(r"(\d+) %", line)[1] for line in lines if line.startswith("all")]
+    assert all(re.search(r"\d:\d\d:\d\d|-:--:--", line) for line in lines if line.startswith("all")), "the time left"
     assert shares[-1] == "75"
     assert "25" in shares
 

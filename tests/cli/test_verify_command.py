@@ -173,6 +173,8 @@ def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
     code, lines = verdict(capsys)
     assert code == 0
     assert lines[-1].startswith("OK: ")
+    assert lines[0].startswith("5 heads unchanged: all that ")
+    assert not any("important nodes" in line for line in lines)
     assert sum("have not changed by a bit since it was learned" in line for line in lines) == kept
 
 
