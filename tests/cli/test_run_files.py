@@ -280,7 +280,7 @@ def test_a_run_stopped_and_resumed_has_the_chain_of_one_never_stopped(stored, tm
 )
 def test_deeply_nested_json_is_a_sentence_with_the_files_name(runs, capsys, name):
     for depth in (10**5, 600):
-        (RUN / name).write_text('{"checksum": ' * depth + "1" + "}" * depth)
+        (RUN / name).write_text('{"checksum": 1, "nested": ' * depth + "1" + "}" * depth)
         code, output = call(capsys, "verify", "quick")
         assert (code, Path(name).name in output) == (1, True)
         assert call(capsys, "run", "--resume", "quick")[0] in (0, 1)

@@ -123,6 +123,16 @@ def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
     assert "03.json is not a certificate: it is not JSON" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, "[]", "null", '{"format": "agscl-certificate-1"}', '{"format": [], "probe": 1}']
+)
+def test_a_certificate_that_is_none_is_a_sentence_even_where_the_chain_names_it(guaranteed, capsys, content):
+    (guaranteed / "certificates" / "03.json").write_text(content)
+    forge_chain(guaranteed)
+    assert main(["verify", "quick"]) == 1
+    assert re.search(r"03\.json is not a (whole )?certificate", capsys.readouterr().err)
+
+
 @pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
 def test_a_channels_last_run_is_verified_in_channels_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

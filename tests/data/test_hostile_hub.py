@@ -310,6 +310,11 @@ def test_a_server_that_sends_a_byte_a_second_is_given_up_with_a_reason(hostile_h
     assert "less than 1 kB per second" in check_download(tmp_path, data, capsys)[1]
 
 
+def test_a_list_of_files_that_comes_fast_enough_and_without_end_is_given_up(hostile_hub, tmp_path, data, capsys):
+    hostile_hub.listing = send_raw(OK + b"Content-Length: 10000000\r\n\r\n", b" " * 1000, pause=0.05, repeat=200)
+    assert "its answer takes longer than 1 seconds" in check_download(tmp_path, data, capsys)[1]
+
+
 def test_a_server_that_closes_after_every_byte_is_given_up(hostile_hub, tmp_path):
     (file,) = list_parquet_files(NAME)[1][CONFIG]["train"]
     hostile_hub.paths.clear()

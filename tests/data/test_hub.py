@@ -48,7 +48,14 @@ def test_a_small_file_is_verified_by_its_git_object_id(small_hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rfilename": "default/train/..\\x.parquet"}, {"size": -1}, {"lfs": {"sha256": "00", "size": 5}}]
+    "wrong",
+    [
+        {"rfilename": "default/train/..\\x.parquet"},
+        {"rfilename": "../train/0000.parquet"},
+        {"rfilename": "default/../0000.parquet"},
+        {"size": -1},
+        {"lfs": {"sha256": "00", "size": 5}},
+    ],
 )
 def test_a_listing_that_cannot_be_is_refused(small_hub, wrong):
     small_hub.datasets["some/data"] = {}
