@@ -107,6 +107,12 @@ def test_inspect_of_a_run_of_a_bound_says_that_its_memory_is_not_counted(tmp_pat
     assert "this run" not in shown
 
 
+def test_the_help_of_inspect_says_that_the_code_of_an_own_model_runs(capsys):
+    with pytest.raises(SystemExit):
+        main(["inspect", "--help"])
+    assert "their code runs" in " ".join(capsys.readouterr().out.split())
+
+
 def test_inspect_names_the_option_exclude_and_not_its_python_form(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "refused.py").write_text(

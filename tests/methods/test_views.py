@@ -151,6 +151,33 @@ def test_threads_that_look_at_different_tasks_at_once_get_the_same_bits_as_one_t
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", SWITCHING)
+def test_threads_that_are_within_a_pass_at_once_see_each_its_own_task_and_no_parameter_is_replaced(kind):
+    method, model, _ = train(kind)
+    x, before, own = torch.randn(8, 16), bits(model), dict(model.named_parameters())
+    with torch.no_grad():
+        expected = {task: model(x, task) for task in method.tasks}
+    meeting, found = threading.Barrier(TASKS, timeout=20), []
+
+    def meet(module, args):  # until every thread is in the middle of its pass
+        meeting.wait()
+        found.append(all(own[name] is parameter for name, parameter in model.named_parameters()))
+
+    def look(task):
+        with torch.no_grad():
+            found.extend(torch.equal(model(x, task), expected[task]) for _ in range(5))
+
+    for layer in (0, 3):
+        model.trunk[layer].register_forward_pre_hook(meet)
+    threads = [threading.Thread(target=look, args=(task,)) for task in method.tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * (3 * 5 * TASKS)
+    assert same(bits(model), before)
+
+
 @pytest.mark.usefixtures("hasty_threads")
 @pytest.mark.parametrize("kind", SWITCHING)
 def test_every_thread_views_a_task_of_its_own_where_the_model_is_not_told_the_task(kind):
