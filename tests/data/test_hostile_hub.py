@@ -315,6 +315,20 @@ def test_a_list_of_files_that_comes_fast_enough_and_without_end_is_given_up(host
     assert "its answer takes longer than 1 seconds" in check_download(tmp_path, data, capsys)[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("an endless body", "its answer is longer than 1 MB"),
+        ("endless informational answers", "the server sends more than the 1048576 bytes that are allowed"),
+    ],
+)
+def test_a_long_list_of_files_is_given_up_by_its_length(hostile_hub, kind, words, tmp_path, data, capsys, monkeypatch):
+    monkeypatch.setattr(limited_http, "MAX_ANSWER", 1 << 20)
+    monkeypatch.setattr(limited_http, "MAX_ANSWER_SECONDS", 5.0)
+    hostile_hub.listing = ANSWERS[kind]
+    assert words in check_download(tmp_path, data, capsys)[1]
+
+
 def test_a_server_that_closes_after_every_byte_is_given_up(hostile_hub, tmp_path):
     (file,) = list_parquet_files(NAME)[1][CONFIG]["train"]
     hostile_hub.paths.clear()

@@ -66,7 +66,7 @@ def test_only_the_newest_two_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
-@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "gone"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "nested", "gone"])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_is_used(tmp_path, kind, damage):
     checkpoints = numbered(tmp_path, 2)
     path = tmp_path / f"000002.{kind}"
@@ -75,7 +75,8 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_is_used(tmp_path,
     if damage == "gone":
         path.unlink()
     else:
-        path.write_bytes({"truncated": content[:-7], "empty": b"", "flipped": content}[damage])
+        nested = b'{"checksum": 1, "state": ' * 10**5
+        path.write_bytes({"truncated": content[:-7], "empty": b"", "flipped": content, "nested": nested}[damage])
     assert checkpoints.load()["number"] == 1
     assert set(checkpoints.damaged) == (set() if (damage, kind) == ("gone", "json") else {2})
 
