@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from agscl import MAS, MultiHead, NodeGraph
+from agscl.graph import NodeGraphError
 from agscl.methods._parts.memory import Outline
 from agscl.testing import check_method
 
@@ -204,3 +205,16 @@ def test_the_method_in_the_guide_for_contributors_is_complete(tmp_path, monkeypa
     optimizer.step()
     pull.end_task([x])
     assert pull.memory() == method.forecast_memory(outline, 1, {}).counts
+
+
+def test_the_readmes_table_says_which_activations_the_graph_takes():
+    (row,) = (line for line in (HOME / "README.md").read_text().splitlines() if line.startswith("| activations |"))
+    _, _, supported, refused, _ = row.split("|")
+    for name in ("ReLU", "ReLU6", "LeakyReLU", "GELU", "SiLU"):
+        model = MultiHead(torch.nn.Sequential(torch.nn.Linear(4, 8), getattr(torch.nn, name)()))
+        try:
+            NodeGraph(model, torch.zeros(2, 4))
+        except NodeGraphError:
+            assert name in refused
+        else:
+            assert f"`{name}`" in supported
