@@ -218,6 +218,20 @@ def test_verify_notices_certificates_that_are_not_the_runs_own(runs, capsys, cha
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda runs, record: shutil.copy(runs / "rate" / "nodes" / "02.json", record), "is not the record of nodes"),
+        (lambda runs, record: record.unlink(), "02.json is missing"),
+    ],
+    ids=["another run's", "deleted"],
+)
+def test_verify_notices_records_of_nodes_that_are_not_the_runs_own(runs, capsys, change, words):
+    change(runs, RUN / "nodes" / "02.json")
+    code, output = call(capsys, "verify", "quick")
+    assert (code, words in output) == (1, True), output
+
+
+@pytest.mark.parametrize(
     ("key", "words"),
     [
         ("run", "is of a run with another configuration or other data"),

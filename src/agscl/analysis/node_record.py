@@ -18,11 +18,10 @@ def make_node_record(method: Method) -> dict[str, Any] | None:
     """The record of the task that `method` has just ended, as plain values; None for a method without importances."""
     if not isinstance(method, AGSCL):
         return None
-    fresh = method.reinitialised
     return {
         "task": method.tasks[-1],
         "importance": _encode(method.knowledge.omega.float().cpu().numpy().astype("<f4")),
-        "fresh": None if fresh is None else _encode(np.packbits(fresh.cpu().numpy())),
+        "fresh": method.knowledge.renewed or None,
     }
 
 

@@ -188,8 +188,8 @@ def _train_method(
                 tasks_learned = trainer.task_index
                 if certify:
                     path = _store_certificate(trainer, run, tasks_learned)
-                    _store_node_record(trainer, run, tasks_learned)
-                    entry = _make_chain_entry(config, state, trainer, path, tasks_learned)
+                    record = _store_node_record(trainer, run, tasks_learned)
+                    entry = _make_chain_entry(config, state, trainer, path, record, tasks_learned)
                     state["chain"] = [*state["chain"][: tasks_learned - 1], entry]
                 if not trainer.done:
                     save_checkpoint()
@@ -254,14 +254,16 @@ def _store_certificate(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Pat
     return path
 
 
-def _store_node_record(trainer: AnyTrainer, run: Run, tasks_learned: int) -> None:
+def _store_node_record(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Path | None:
     """Store what the report shows of every node, beside the certificate. Training does not read it."""
     record = make_node_record(trainer.method)
-    if record is not None:
-        path = node_record_path(run.folder, tasks_learned)
-        with run.explain_write_errors():
-            path.parent.mkdir(exist_ok=True)
-        run.write_json(str(path.relative_to(run.folder)), record)
+    if record is None:
+        return None
+    path = node_record_path(run.folder, tasks_learned)
+    with run.explain_write_errors():
+        path.parent.mkdir(exist_ok=True)
+    run.write_json(str(path.relative_to(run.folder)), record)
+    return path
 
 
 # The chain of certificates -------------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ def compute_digest(config: RunConfig, state: dict[str, Any]) -> str:
 
 
 def _make_chain_entry(
-    config: RunConfig, state: dict[str, Any], trainer: AnyTrainer, path: Path, tasks_learned: int
+    config: RunConfig, state: dict[str, Any], trainer: AnyTrainer, path: Path, record: Path | None, tasks_learned: int
 ) -> dict[str, Any]:
     """What ties a certificate to its run, to the one before it, and to everything stored at the end of its task."""
     stored = trainer.state_dict()
@@ -292,6 +294,7 @@ def _make_chain_entry(
         "previous": hash_state(state["chain"][tasks_learned - 2]) if tasks_learned > 1 else None,
         "task": trainer.tasks[tasks_learned - 1].name,
         "certificate": hash_file(path),
+        "nodes": hash_file(record) if record else None,
         "weights": hash_state(stored["model"]),
         "method": hash_state(stored["method"]),
     }

@@ -23,6 +23,7 @@ from agscl.experiments.run import (
     compute_run_id,
     hash_file,
     load_certificate,
+    node_record_path,
 )
 from agscl.runs import Run, RunError, hash_state, is_finished, read_result
 from agscl.runs.folder import describe_differences, is_log_intact, read_checked_json
@@ -111,6 +112,12 @@ def _check_chain(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> I
             yield f"{path} is missing"
         elif hash_file(path) != entry["certificate"]:
             yield f"{path} is not the certificate that the run wrote after task {entry['task']!r}"
+        if entry.get("nodes"):  # older versions did not tie node records to the chain
+            record = node_record_path(folder, number)
+            if not record.is_file():
+                yield f"{record} is missing"
+            elif hash_file(record) != entry["nodes"]:
+                yield f"{record} is not the record of nodes that the run wrote after task {entry['task']!r}"
         previous = hash_state(entry)
     known = {certificate_path(folder, number).name for number in range(1, len(state["chain"]) + 1)}
     extra = [path.name for path in list_certificates(folder) if path.name not in known]

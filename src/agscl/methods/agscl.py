@@ -106,6 +106,7 @@ class AGSCLKnowledge(TrunkBufferKnowledge):
     first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # (groups,) or NEVER
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
+    renewed: str = ""  # the groups that got fresh weights in the last end_task, packed: for the report
     last_task_steps: int = 0  # steps of the last task: a forecast for the next one, if its length is not told
     last_task_share: float = 1.0  # of the last task's told length, how much it ran: below 1 if it stopped early
     generator: torch.Generator = field(default_factory=torch.Generator)
@@ -278,7 +279,6 @@ class AGSCL(NodeViewMethod):
         knowledge.first_task = torch.full_like(knowledge.omega, NEVER, dtype=torch.int32)
         knowledge.generator.manual_seed(self.config.seed)
         knowledge.digests = GroupDigests(self.graph, self.zero_rule)
-        self.reinitialised: Tensor | None = None  # (groups,) those that got fresh weights in the last end_task
         if self.config.reinit_from == "start":
             knowledge.initial_weights = [p.detach().clone() for _, p, _ in self.graph.incoming_parameters()]
         self._frozen_norms = StatisticsFreezer(self.graph.frozen_norms)
@@ -316,11 +316,11 @@ class AGSCL(NodeViewMethod):
 
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:
         """(I.2) A share ρ of each layer's free nodes get fresh incoming weights; `new` just became important."""
-        knowledge, generator = self.knowledge, self.knowledge.generator
+        knowledge, generator, config = self.knowledge, self.knowledge.generator, self.config
         synchronise_generator(generator, knowledge.omega.device)
-        needed = new.cpu() if self.config.rand_init == "needed" else None
-        self.reinitialised = choose_groups(self.graph, knowledge.free.cpu(), self.config.rho, generator, needed)
-        reinitialise_(self.graph, self.reinitialised, generator, plan.optimizers, knowledge.initial_weights)
+        needed = new.cpu() if config.rand_init == "needed" else None
+        fresh = choose_groups(self.graph, knowledge.free.cpu(), config.rho, generator, needed)
+        knowledge.renewed = reinitialise_(self.graph, fresh, generator, plan.optimizers, knowledge.initial_weights)
 
     # What it reports -------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -46,8 +48,8 @@ def reinitialise_(
     generator: torch.Generator,
     optimizers: Iterable[Optimizer],
     initial_weights: Sequence[Tensor] = (),
-) -> None:
-    """Give the chosen groups fresh weights, BatchNorm statistics and optimizer moments.
+) -> str:
+    """Give the chosen groups fresh weights, BatchNorm statistics and optimizer moments; returns them, packed as text.
 
     Weights come from each layer's own initialiser, or from `initial_weights`: one tensor for each of
     `graph.incoming_parameters()`.
@@ -70,6 +72,12 @@ def reinitialise_(
             for key in ("running_mean", "running_var"):
                 buffer = holder.module.get_buffer(key)
                 buffer.index_copy_(0, rows.to(buffer.device), fresh_layer.get_buffer(key)[rows].to(buffer.device))
+    return pack_groups(chosen)
+
+
+def pack_groups(chosen: Tensor) -> str:
+    """(groups,) a mask as text: its bits in base64."""
+    return base64.b64encode(np.packbits(chosen.cpu().numpy()).tobytes()).decode()
 
 
 def _make_fresh_layer(module: nn.Module, seed: int) -> nn.Module:
