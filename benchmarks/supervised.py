@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ from agscl.experiments.run import Interrupted
 SIX = ("agscl", "ewc", "si", "rwalk", "mas", "hat")
 
 
-def run(arguments: argparse.Namespace, jobs: Sequence[Job], processes: int) -> None:
+def run(
+    arguments: argparse.Namespace, jobs: Sequence[Job], processes: int, after_each: Callable[[], object] = lambda: None
+) -> None:
     def report_end(job: Job, outcome: JobOutcome) -> None:
         if outcome.error is None:
             (job.folder / "commit").write_text(commit())
+            after_each()
         print(f"{time.perf_counter() - START:6.0f} s  {job.folder.name:40} {job} {outcome.error or 'done'}", flush=True)
 
     run_jobs(
@@ -114,24 +117,28 @@ def compare_all(arguments: argparse.Namespace, methods: Sequence[str], changes: 
     )
     order = {method: number for number, method in enumerate(arguments.first.split(","))}
     long_first = sorted(plan, key=lambda job: order.get(job.config.method, len(order)))
+
+    def write_finished() -> dict[str, Any]:
+        compared = compare.collect_comparison(plan)
+        record(
+            arguments.out or Path(f"results/{arguments.preset}.json"),
+            {
+                "preset": arguments.preset,
+                "changes": changes,
+                "jobs": arguments.jobs,
+                "commits": commits_of([job.folder for job in plan if job.is_finished]),
+                "methods": compared,
+                "complete": all(job.is_finished for job in plan),
+            },
+        )
+        return compared
+
     try:
-        run(arguments, long_first, arguments.jobs)
+        run(arguments, long_first, arguments.jobs, after_each=write_finished)  # a machine may be gone before the end
     except Interrupted:
         print("stopped at the deadline; the same command continues", flush=True)
-    compared = compare.collect_comparison(plan)
-    for method, row in compared.items():
+    for method, row in write_finished().items():
         print(f"{method:9} {row['average_accuracy']} forgetting {row['forgetting']['mean']}", flush=True)
-    record(
-        arguments.out or Path(f"results/{arguments.preset}.json"),
-        {
-            "preset": arguments.preset,
-            "changes": changes,
-            "jobs": arguments.jobs,
-            "commits": commits_of([job.folder for job in plan if job.is_finished]),
-            "methods": compared,
-            "complete": all(job.is_finished for job in plan),
-        },
-    )
 
 
 def parsed(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, dict[str, Any]]:
