@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,3 +180,8 @@ def test_parameters_that_were_replaced_between_tasks_are_found_whatever_the_opti
     method.begin_task("b", optimizer)
     held = {id(p) for p in optimizer.param_groups[0]["params"]}
     assert held == {id(p) for p in [*model.trunk.parameters(), *model.heads["b"].parameters()]}
+
+
+def test_numbers_of_outputs_may_be_those_of_numpy():
+    model = MultiHead(nn.Linear(4, 8), features=8)
+    assert model.add_head("a", np.int64(3)).out_features == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -102,8 +103,9 @@ class MultiHead(nn.Module):
     def _make_layer(self, task: str, outputs: int | nn.Module) -> nn.Module:
         if isinstance(outputs, nn.Module):
             return outputs
-        if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 1:
+        if isinstance(outputs, bool) or not isinstance(outputs, numbers.Integral) or outputs < 1:
             raise ValueError(f"The head of task {task!r} needs a positive number of outputs, not {outputs!r}.")
+        outputs = int(outputs)
         like = next(self.trunk.parameters(), torch.empty(0))
         if self.features is None:
             return nn.LazyLinear(outputs, device=like.device, dtype=like.dtype)

@@ -14,6 +14,7 @@ from agscl.cli.main import main
 from agscl.experiments.config import configure
 from agscl.experiments.run import Interrupted, execute_run
 from agscl.runs import Run
+from agscl.runs.folder import write_resume_command
 from results import reproducible_part
 from run_files import edit_certificate, edit_checkpoint, edit_json, forge_chain
 
@@ -229,6 +230,21 @@ def test_verify_notices_records_of_nodes_that_are_not_the_runs_own(runs, capsys,
     change(runs, RUN / "nodes" / "02.json")
     code, output = call(capsys, "verify", "quick")
     assert (code, words in output) == (1, True), output
+
+
+def test_verify_notices_that_the_result_is_missing_and_the_command_it_names_writes_it_again(runs, capsys):
+    written = (RUN / "result.json").read_bytes()
+    (RUN / "result.json").unlink()
+    code, output = call(capsys, "verify", "quick")
+    assert (code, "result.json is missing; it is written again by: agscl run --resume quick" in output) == (1, True)
+    assert call(capsys, "run", "--resume", "quick")[0] == 0
+    assert (RUN / "result.json").read_bytes() == written
+    assert call(capsys, "verify", "quick")[0] == 0
+
+
+def test_the_command_that_continues_a_run_names_a_folder_other_than_runs():
+    assert write_resume_command(Path("runs/quick")) == "agscl run --resume quick"
+    assert write_resume_command(Path("my runs/quick")) == "agscl run --resume quick --runs 'my runs'"
 
 
 @pytest.mark.parametrize(

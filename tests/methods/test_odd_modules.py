@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PaperAGSCL
 from agscl.graph import NodeGraphError
 from agscl.methods import find_methods
+from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.system import sums
 from loops import adam, blobs, learn, make, mlp
 
@@ -202,3 +203,12 @@ def test_a_model_in_half_precision_keeps_old_logits_to_the_bit(dtype):
         method.end_task(batches)
         logits.append(model(blobs(0)[0][0].to(dtype), "t0").detach())
     assert torch.equal(*logits)
+
+
+def test_an_excluded_layer_that_reads_nodes_is_warned_of_when_the_next_task_trains_them():
+    model = MultiHead(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()), features=32)
+    method, optimizer = AGSCL(model, torch.zeros(2, 16), exclude="trunk.2"), adam(model)
+    learn(method, optimizer, 0)
+    model.add_head("t1", 3)
+    with pytest.warns(SelfCheckWarning, match=r"trunk\.2 is left out .* may be forgotten\. PackNet and WSN"):
+        method.begin_task("t1", optimizer, epochs=1)

@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -542,3 +543,24 @@ def test_lbfgs_starts_anew_when_weights_are_pruned(kind):
     assert pruned
     assert closure().item() < 0.1
     method.end_task(blobs(0))
+
+
+@pytest.mark.parametrize("cls", [AGSCL, EWC])
+def test_a_state_loaded_within_a_task_without_the_models_weights_is_warned_of(cls):
+    def begin():
+        model = MultiHead(mlp(), features=32)
+        return model, make(cls, model), adam(model)
+
+    model, method, optimizer = begin()
+    learn(method, optimizer, 0)
+    model.add_head("t1", 3)
+    method.begin_task("t1", optimizer, epochs=1)
+    other, continued, its_optimizer = begin()
+    for task in ("t0", "t1"):
+        other.add_head(task, 3)
+    with pytest.warns(SelfCheckWarning, match=r"the heads of t0 are others.*Load the model's weights first"):
+        continued.load_state_dict(method.state_dict(), its_optimizer)
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(cls, other).load_state_dict(method.state_dict(), its_optimizer)

@@ -68,8 +68,9 @@ def inspect(
     except Exception as error:  # whatever the user's own model raises
         if ":" in what and isinstance(error, ValueError) and error.__cause__ is not None:  # it does not run
             shape = " ".join(map(str, input_shape))
+            given = f"--input-shape {shape}: the model cannot run on such a batch" if shape else ""
             raise UsageError(
-                f"--input-shape {shape}: the model cannot run on such a batch: {error.__cause__}"
+                f"{given or f'{what}: the model cannot run on the example that it returned'}: {error.__cause__}"
             ) from error
         raise UsageError(
             f"could not find the model's nodes: {type(error).__name__}: {write_exclude_as_option(str(error))}"
@@ -107,6 +108,7 @@ def _load_model(
 
     from agscl.networks import NETWORKS
     from agscl.runs import is_finished, read_result
+    from agscl.runs.folder import write_resume_command
 
     if ":" in what:
         return *_load_own_model(what, input_shape), None
@@ -119,7 +121,7 @@ def _load_model(
             )
         folder = find_run(runs, what)
         if not is_finished(folder):
-            raise UsageError(f"{folder} is not finished. Finish it with: agscl run --resume {folder.name}")
+            raise UsageError(f"{folder} is not finished. Finish it with: {write_resume_command(folder)}")
         result = read_result(folder)
         network = result["config"]["network"]
         options = {key: value for key, value in result["config"]["network_options"].items() if key != "weights"}

@@ -61,7 +61,7 @@ def study(
 
     Args:
         name: Name of the folder in --runs that holds the runs of the studies.
-        set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set agscl.lam=1000.
+        set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set paper-agscl.lam=1000.
     """
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_aopc, print_study

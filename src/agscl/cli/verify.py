@@ -33,9 +33,9 @@ def verify(
     from agscl.cli.console import print_line
     from agscl.experiments.verify import verify_run
 
-    if expect is not None and not re.fullmatch("[0-9a-f]{64}", expect):
+    if expect is not None and not re.fullmatch("[0-9a-fA-F]{64}", expect):
         raise UsageError(f"--expect needs the 64 hexadecimal digits that agscl run or verify printed, not {expect!r}")
-    verdict = verify_run(find_run(runs, run), expect)
+    verdict = verify_run(find_run(runs, run), expect and expect.lower())
     for line in verdict.lines:
         print_line(line)
     return DONE if verdict.ok else FAILED

@@ -26,7 +26,7 @@ from agscl.experiments.run import (
     node_record_path,
 )
 from agscl.runs import Run, RunError, hash_state, is_finished, read_result
-from agscl.runs.folder import describe_differences, is_log_intact, read_checked_json
+from agscl.runs.folder import describe_differences, is_log_intact, read_checked_json, write_resume_command
 from agscl.system.files import encode_json
 from agscl.system.tf32 import tf32_for
 from agscl.training.trainer import place_model
@@ -60,7 +60,7 @@ def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
     if trainer_state["optimizer"] is not None:
         raise RunError(
             f"{folder} is in the middle of task {learned + 1}, and certificates hold at the end of a task. "
-            f"Finish the run first: agscl run --resume {folder.name}"
+            f"Finish the run first: {write_resume_command(folder)}"
         )
     if len(state.get("chain", ())) != learned:
         raise RunError(f"{folder} was started by an older version of agscl, whose certificates form no chain")
@@ -74,7 +74,7 @@ def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
         failures += certificate_failures
     failures += _check_stored_state(folder, config, state)
     failures += _check_other_files(folder, run, state)
-    if not is_finished(folder):
+    if not is_finished(folder) and config.method not in state["finished"]:
         lines.append("the run is not finished, so there is no result to check")
     digest = compute_digest(config, state)
     lines.append(f"digest: {digest}")
@@ -150,6 +150,8 @@ def _check_stored_state(folder: Path, config: RunConfig, state: Mapping[str, Any
     if hash_state(trainer_state["method"]) != last["method"]:
         yield f"the method's state (importances, masks, anchors) is not that at the end of task {last['task']!r}"
     if not is_finished(folder):
+        if config.method in state["finished"]:
+            yield f"{folder}/result.json is missing; it is written again by: {write_resume_command(folder)}"
         return
     try:
         result = read_result(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -170,6 +171,12 @@ class Run:
                 f"({'; '.join(changed)}). Restore the checkpoints and config.json of this run, or choose another "
                 "--name for a new run"
             )
+
+
+def write_resume_command(folder: Path) -> str:
+    """The command that continues a run."""
+    words = ["agscl", "run", "--resume", folder.name]
+    return shlex.join(words if folder.parent == Path("runs") else [*words, "--runs", str(folder.parent)])
 
 
 def is_finished(folder: Path) -> bool:

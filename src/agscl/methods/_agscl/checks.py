@@ -56,6 +56,13 @@ def check_before_task(plan: AGSCLPlan) -> None:
     plan.start_norm = float(norms.min())
     if len(method.tasks) < 2:
         return
+    if plan.graph.excluded == "freeze" and plan.graph.excluded_readers:
+        method.warn_once(
+            "excluded",
+            f"{_join(sorted(plan.graph.excluded_readers))} is left out of the nodes (exclude=) and reads nodes that "
+            "this task trains, so what it passes on for earlier tasks changes and they may be forgotten. PackNet and "
+            "WSN need no nodes and keep old outputs; or leave out the layers before it, too.",
+        )
     if not len(plan.important_rows):
         method.warn_once(
             "penalty",

@@ -334,6 +334,7 @@ class Method:
             self.plan.load_state_dict(plan)
             self.plan.attach()
             self.plan.build()
+            self._warn_of_other_weights(plan["task"])
 
     def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
         """Replace the knowledge; `task` is the one under way in that state."""
@@ -660,7 +661,7 @@ class Method:
         if self.heads.is_shared or {"dtype", "shared heads"}.intersection(self.knowledge.warned):
             return
         *others, current = self.tasks
-        before, digests, suspects = self._head_versions, self.knowledge.head_digests, others[-1:]
+        before, suspects = self._head_versions, others[-1:]
         versions = dict(zip(heads, [p._version for p in heads.values()], strict=True))
         if not before.items() <= versions.items():
             written = {name for name, version in before.items() if versions.get(name, version) != version}
@@ -669,14 +670,32 @@ class Method:
         for name in self.heads.tensor_names(current, self.tasks):  # which this task will write to
             versions.pop(name, None)
         self._head_versions = versions
-        changed = [task for task in suspects if task in digests and self._digest_head(task) != digests[task]]
-        if changed:
+        if changed := self._find_changed_heads(suspects, current):
             self.warn_once(
                 "changed heads",
                 f"The heads of {', '.join(changed)} changed after their tasks had ended and before {current!r} began, "
                 "when nothing protects them. Between end_task and begin_task take no optimizer step: its weight decay "
                 "and momentum change old heads too. To undo it, load the weights that the last task ended with.",
             )
+
+    def _warn_of_other_weights(self, current: str) -> None:
+        """Warn where the model does not have the weights of the state just loaded, within the task `current`."""
+        if self.heads.is_shared or self._list_dtypes() != self.knowledge.weight_dtypes:
+            return
+        if other := self._find_changed_heads(self.knowledge.head_digests, current):
+            self.warn_once(
+                "other weights",
+                f"The model does not have the weights that this state was saved with: the heads of {', '.join(other)} "
+                "are others, so old tasks are lost. Load the model's weights first: model.load_state_dict(…), then "
+                "method.load_state_dict(state, optimizer).",
+            )
+
+    def _find_changed_heads(self, tasks: Iterable[str], current: str) -> list[str]:
+        """Which of the tasks have other heads than when they ended; not heads that are part of the current one's."""
+        digests, own = self.knowledge.head_digests, set(self.heads.tensor_names(current, self.tasks))
+        ended = [task for task in tasks if task in digests and task != current]
+        apart = [task for task in ended if not own.intersection(self.heads.tensor_names(task, self.tasks))]
+        return [task for task in apart if self._digest_head(task) != digests[task]]
 
     def _list_dtypes(self) -> list[str]:
         """Of the trunk and the newest head; the others follow them."""
