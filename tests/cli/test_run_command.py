@@ -328,7 +328,12 @@ def test_a_run_without_config_json_is_resumed_and_verified_from_its_checkpoint(t
     assert main(asked) == 0
     for lost in ("result.json", "config.json"):
         (tmp_path / "a" / lost).unlink()
-    assert main(["verify", "a", "--runs", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["verify", "a", "--runs", str(tmp_path)]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED: ")]
+    assert len(failed) == 2, "the missing result, and the sum"
+    assert "result.json is missing" in failed[0]
     assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 0
     assert (tmp_path / "a" / "config.json").exists()
     assert "Continuing" in capsys.readouterr().out
+    assert main(["verify", "a", "--runs", str(tmp_path)]) == 0
