@@ -558,7 +558,7 @@ def test_a_state_loaded_within_a_task_without_the_models_weights_is_warned_of(cl
     other, continued, its_optimizer = begin()
     for task in ("t0", "t1"):
         other.add_head(task, 3)
-    with pytest.warns(SelfCheckWarning, match=r"the heads of t0 are others.*Load the model's weights first"):
+    with pytest.warns(SelfCheckWarning, match=r"the heads of t0 differ.*Load the model's weights first"):
         continued.load_state_dict(method.state_dict(), its_optimizer)
     other.load_state_dict(model.state_dict())
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ def make_node_record(method: Method) -> dict[str, Any] | None:
     return {
         "task": method.tasks[-1],
         "importance": _encode(method.knowledge.omega.float().cpu().numpy().astype("<f4")),
-        "fresh": method.knowledge.renewed or None,
+        "fresh": method.knowledge.fresh_groups or None,
     }
 
 

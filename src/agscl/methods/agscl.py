@@ -106,7 +106,7 @@ class AGSCLKnowledge(TrunkBufferKnowledge):
     first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # (groups,) or NEVER
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
-    renewed: str = ""  # the groups that got fresh weights in the last end_task, packed: for the report
+    fresh_groups: str = ""  # the groups that got fresh weights in the last end_task, packed: for the report
     last_task_steps: int = 0  # steps of the last task: a forecast for the next one, if its length is not told
     last_task_share: float = 1.0  # of the last task's told length, how much it ran: below 1 if it stopped early
     generator: torch.Generator = field(default_factory=torch.Generator)
@@ -320,7 +320,7 @@ class AGSCL(NodeViewMethod):
         synchronise_generator(generator, knowledge.omega.device)
         needed = new.cpu() if config.rand_init == "needed" else None
         fresh = choose_groups(self.graph, knowledge.free.cpu(), config.rho, generator, needed)
-        knowledge.renewed = reinitialise_(self.graph, fresh, generator, plan.optimizers, knowledge.initial_weights)
+        knowledge.fresh_groups = reinitialise_(self.graph, fresh, generator, plan.optimizers, knowledge.initial_weights)
 
     # What it reports -------------------------------------------------------------------------------------------------
 

@@ -174,12 +174,8 @@ class EWC(WeightMethod):
         for batch in batches:
             samples = count_samples(tree_flatten(batch)[0])
             if self.config.fisher == "sampled":
-                yield (
-                    batch,
-                    torch.rand(samples, generator=generator, dtype=torch.float64).to(
-                        parameter.device, sum_dtype(parameter.device)
-                    ),
-                )
+                uniforms = torch.rand(samples, generator=generator, dtype=torch.float64)
+                yield batch, uniforms.to(parameter.device, sum_dtype(parameter.device))
                 continue
             classes = classes or _require_logits(compute_output(batch), self.config.fisher).shape[1]
             yield batch, (2 * torch.randint(2, (samples, classes), generator=generator) - 1).to(parameter)

@@ -686,7 +686,7 @@ class Method:
             self.warn_once(
                 "other weights",
                 f"The model does not have the weights that this state was saved with: the heads of {', '.join(other)} "
-                "are others, so old tasks are lost. Load the model's weights first: model.load_state_dict(…), then "
+                "differ, so old tasks are lost. Load the model's weights first: model.load_state_dict(…), then "
                 "method.load_state_dict(state, optimizer).",
             )
 
