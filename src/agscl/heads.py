@@ -349,7 +349,7 @@ class Heads:
         return {name: p for name, p in self.list_trunk_parameters().items() if id(p) not in inside}
 
     def name_parameters(self, heads: Mapping[str, nn.Parameter]) -> dict[int, str]:
-        """The name of each of the model's parameters, by its id; `heads` are those that `parameters` lists."""
+        """The name of each parameter, by its id, in heads and trunk; `heads` are those that `parameters` lists."""
         return {id(p): name for name, p in {**heads, **self.list_trunk_parameters()}.items()}
 
     def _find_prefix(self, task: str, tasks: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from agscl.data import catalogue, download
 from agscl.data.convert import TINY_IMAGENET_CLASSES, convert_omniglot
 from agscl.data.datasets import open_split
 from agscl.data.decoding import ImageDecoder, decode_images
-from agscl.data.download import download_files, download_hub_dataset, lock_folder
+from agscl.data.download import download_files, download_hub_dataset, lock_download_folder
 from agscl.data.encoded_images import ParquetImages
 from agscl.data.errors import DataError, DownloadFailed
 from agscl.data.hub import list_parquet_files
@@ -100,9 +100,9 @@ class TestFiles:
     def test_processes_at_the_same_time_share_one_download(self, small_hub, remote, content, tmp_path):
         program = (
             "import sys; from pathlib import Path\n"
-            "from agscl.data.download import Manifest, RemoteFile, download_files, lock_folder\n"
+            "from agscl.data.download import Manifest, RemoteFile, download_files, lock_download_folder\n"
             "folder, file = Path(sys.argv[1]), RemoteFile(sys.argv[2], 'file', sys.argv[3], size=3000000)\n"
-            "with lock_folder(folder):\n"
+            "with lock_download_folder(folder):\n"
             "  download_files(folder, lambda: Manifest('here', [file]))"
         )
         command = [sys.executable, "-c", program, str(tmp_path / "some"), remote.url, remote.digest]
@@ -113,17 +113,17 @@ class TestFiles:
 
     @pytest.mark.usefixtures("small_hub")
     def test_where_nothing_was_downloaded_nothing_is_left(self, tmp_path):
-        with pytest.raises(DownloadFailed), lock_folder(tmp_path / "some"):
+        with pytest.raises(DownloadFailed), lock_download_folder(tmp_path / "some"):
             download_files(tmp_path / "some", lambda: list_parquet_files("no/such"))
         assert not (tmp_path / "some").exists()
 
     def test_a_process_that_waits_for_a_folder_that_is_removed_makes_it_anew(self, tmp_path):
         program = (
-            "import sys; from pathlib import Path; from agscl.data.download import lock_folder\n"
+            "import sys; from pathlib import Path; from agscl.data.download import lock_download_folder\n"
             "print('starting', flush=True)\n"
-            "with lock_folder(Path(sys.argv[1])): (Path(sys.argv[1]) / 'file').touch()"
+            "with lock_download_folder(Path(sys.argv[1])): (Path(sys.argv[1]) / 'file').touch()"
         )
-        with lock_folder(tmp_path / "some"):
+        with lock_download_folder(tmp_path / "some"):
             command = [sys.executable, "-c", program, str(tmp_path / "some")]
             waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert waiting.stdout.readline() == "starting\n"
@@ -134,7 +134,7 @@ class TestFiles:
 
     def test_a_folder_that_cannot_be_written_is_named(self, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(DownloadFailed, match="Unset AGSCL_DATA"), lock_folder(tmp_path / "file" / "some"):
+        with pytest.raises(DownloadFailed, match="Unset AGSCL_DATA"), lock_download_folder(tmp_path / "file" / "some"):
             pass
 
     def test_a_manifest_with_another_address_gets_no_token(self, small_hub, remote, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agscl.analysis import metrics
-from agscl.cli import job_progress
+from agscl.cli import jobs as cli_jobs
 from agscl.cli.main import main
 from agscl.experiments import compare, jobs
 from agscl.experiments.compare import summarize_values
@@ -130,7 +130,7 @@ def test_killed_then_interrupted_then_started_again_every_run_ends_with_the_same
 def test_a_second_command_on_the_same_comparison_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan = compare.plan_comparison("digits", ["l2"], 1, Path("runs/small"))
-    with job_progress._lock_folders(plan):
+    with cli_jobs._lock_folders(plan):
         assert main(["compare", "digits", "--methods", "l2", "--seeds", "1", "--name", "small"]) == 2
     assert "another command is using runs/small" in capsys.readouterr().err
 

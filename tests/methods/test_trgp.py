@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import GPM, TRGP, MultiHead
-from agscl.methods.trgp import choose_directions, compute_scale_gradient, run_layer, scale_weight, select_directions
+from agscl.methods.trgp import (
+    choose_trgp_directions,
+    compute_scale_gradient,
+    run_layer,
+    scale_weight,
+    select_directions,
+)
 from loops import bits, blobs, learn, mlp, same
 
 OPTIMIZERS = {
@@ -175,15 +181,15 @@ def test_the_first_gradient_of_the_scales_is_that_of_autograd():
 def test_old_and_new_directions_compete_for_the_energy_of_a_task():
     old = torch.eye(4)[None, :, :2]
     inputs = torch.diag(torch.tensor([4.0, 1.0, 2.0, 3.0]))[None]  # energies 16, 1 (old), 4, 9 (new) of 30
-    basis, used = choose_directions(old, inputs, 0.8)  # 16 + 9 of 30
+    basis, used = choose_trgp_directions(old, inputs, 0.8)  # 16 + 9 of 30
     assert used.tolist() == [[True, False, True]]
     assert torch.equal(basis[..., :2], old), "old directions keep their bits"
     torch.testing.assert_close(basis[0].abs(), torch.eye(4)[:, [0, 1, 3]])
-    basis, used = choose_directions(old, inputs, 1.0)
+    basis, used = choose_trgp_directions(old, inputs, 1.0)
     assert used.all()
     torch.testing.assert_close(basis[0].T @ basis[0], torch.eye(4))
     assert torch.equal(select_directions(basis, torch.tensor([[False, True, True]]))[0], basis[0][:, 1:3])
-    basis, used = choose_directions(None, torch.zeros(1, 4, 3), 0.97)
+    basis, used = choose_trgp_directions(None, torch.zeros(1, 4, 3), 0.97)
     assert basis.shape == (1, 4, 0)
     assert used.shape == (1, 0)
 

@@ -362,6 +362,28 @@ def test_a_comparison_shows_methods_over_seeds_with_bands(tmp_path, without_pict
     assert {row["seeds"] for row in values} == {3}
 
 
+def test_methods_that_learned_fewer_tasks_are_shown_but_not_ranked(tmp_path, without_pictures):
+    folder = write_comparison(tmp_path / "compared", ["agscl", "ewc", "finetune"], 1, tasks=4)
+    for name, learned in (("agscl-seed0", 1), ("ewc-seed0", 3), ("finetune-seed0", 3)):
+        result = json.loads((folder / name / "result.json").read_text())
+        rows = result["methods"][name.partition("-")[0]]["accuracies"][:learned]
+        (folder / name / "result.json").unlink()
+        (folder / name / "data.json").write_text(json.dumps({"tasks": result["tasks"]}))
+        events = [
+            {"event": "task ended", "method": name.partition("-")[0], "progress": 0.1, "task": task, "accuracies": row}
+            for task, row in enumerate(rows)
+        ]
+        (folder / name / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    report = read_report([folder])
+    assert [line.label for line in report.ranked] == ["EWC", "fine-tuning"]  # AGS-CL has the highest average, of one
+    verdict = judge(report)
+    assert verdict.sentence.startswith("So far, after 3 of 4 tasks: of 2 methods, EWC has the highest average accuracy")
+    assert verdict.details[-1] == "Not compared yet, having learned fewer tasks: AGS-CL (after 1 task)."
+    page = make_page(report)
+    assert "AGS-CL (after 1 task)" in page
+    assert "So far" in page
+
+
 def test_a_bound_is_not_said_to_keep_no_memory(tmp_path, without_pictures):
     folder = write_comparison(tmp_path / "compared", ["agscl", "ewc", "separate"], 1, tasks=3)
     values = read_data(make_page(read_report([folder])))["charts"]["memory"]["data"]["values"]

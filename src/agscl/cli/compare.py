@@ -7,7 +7,7 @@ from typing import Annotated
 
 from agscl.cli.errors import DONE, FAILED, value_errors_as_usage_errors
 from agscl.cli.folders import check_group_folder, choose_folder_name
-from agscl.cli.job_progress import print_errors, print_finished_count, run_jobs_with_progress
+from agscl.cli.jobs import print_errors, print_finished_count, run_jobs_with_progress
 from agscl.cli.options import (
     BatchSize,
     CheckpointEvery,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from agscl.cli.errors import DONE, FAILED, UsageError, value_errors_as_usage_errors
 from agscl.cli.folders import check_group_folder, choose_folder_name
-from agscl.cli.job_progress import count_cores, print_errors, run_jobs_with_progress
+from agscl.cli.jobs import count_cores, print_errors, run_jobs_with_progress
 from agscl.cli.options import (
     CheckpointEvery,
     Device,

@@ -106,7 +106,7 @@ def load_examples(name: str, split: str, decoder: ImageDecoder) -> Examples:
     labels = cached_array(
         f"{name}-labels",
         (images.identity, classes),
-        images.read_file_state(),
+        images.describe_image_files(),
         lambda: read_labels(images, classes),
         warn=False,
     )

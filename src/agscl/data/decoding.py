@@ -180,7 +180,7 @@ def _map_images(
         return results
 
     key = (images.identity, identity, None if rows is None else rows.tobytes(), PIL.__version__)
-    return cached_array(images.name, key, images.read_file_state(), compute)
+    return cached_array(images.name, key, images.describe_image_files(), compute)
 
 
 def _require_memory(needed: int, images: str) -> None:

@@ -32,7 +32,7 @@ def download_dataset(name: str, make_progress: MakeProgress = ProgressLine) -> P
     if existing is not None:
         return existing
     folder, convert = data_folders()[0] / name, DATASETS[name].convert
-    with lock_folder(folder):
+    with lock_download_folder(folder):
         if find_dataset(name) is None:  # else another process downloaded it meanwhile
             download_folder = folder if convert is None else folder / f"{name}-raw"
             download_files(download_folder, lambda: _list_files(source), make_progress)
@@ -56,7 +56,7 @@ def download_hub_dataset(name: str, config: str | None = None, test: str | None 
     folder = next((each for each in candidates if is_complete(each)), None)
     if folder is None:
         folder = candidates[0]
-        with lock_folder(folder):
+        with lock_download_folder(folder):
             download_files(folder, lambda: _list_train_and_test_files(name, config, test))
     return folder
 
@@ -95,7 +95,7 @@ def download_files(
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_download_folder(folder: Path) -> Iterator[None]:
     """Create `folder` if necessary and hold a lock on it, waiting for other processes. Left empty, it is removed."""
     with contextlib.ExitStack() as stack:
         while True:

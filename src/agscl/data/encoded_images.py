@@ -93,8 +93,8 @@ class EncodedImages(ABC):
     def iterate_encoded(self) -> Iterator[list[bytes]]:
         """All images in order, a batch at a time."""
 
-    def read_file_state(self) -> list[tuple[str, int, int]]:
-        """(path, size, time of change) of each file."""
+    def describe_image_files(self) -> list[tuple[str, int, int]]:
+        """(path, size, time of change) of each file that holds these images: a cache is outdated when it differs."""
         return [(str(path), info.st_size, info.st_mtime_ns) for path in self.files for info in [path.stat()]]
 
 

@@ -67,7 +67,7 @@ class Job:
         return progress if isinstance(progress, float) else 0.0
 
     def request_stop(self) -> None:
-        """Ask for this run alone to store a checkpoint and end, wherever it runs; running it again takes this back."""
+        """Ask this job alone to store a checkpoint and end, wherever it runs; running it again takes this back."""
         if self.folder.is_dir():
             (self.folder / STOP_REQUEST).touch()
 

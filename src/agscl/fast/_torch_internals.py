@@ -64,7 +64,7 @@ def precompute_compiler_cache_keys() -> None:
 
 
 def precompute_triton_cache_key() -> None:
-    """Hash the code of Triton, by which it finds the kernels it compiled before; Triton keeps the result."""
+    """Private to Triton: the hash of its code, by which it finds kernels compiled before; Triton keeps it."""
     with suppress(Exception):  # as above
         from triton.runtime.cache import triton_key
 

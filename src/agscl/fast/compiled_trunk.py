@@ -51,7 +51,7 @@ class CompiledTrunk:
         )
 
     def wait_for_warm_up(self) -> None:
-        """Wait for the threads that warm up the device and Triton; call this before the first step."""
+        """Wait for the threads that warm up the device and Triton; call this before the trunk is compiled."""
         if self._warm_up is not None:
             self._warm_up.wait()
             self._warm_up = None

@@ -114,7 +114,7 @@ class StableBaselinesCallback(BaseCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next `learn` continue with a saved state; the model has the heads of the earlier tasks by now."""
+        """Let the agent's next `learn` continue with a saved state; the policy has the earlier tasks' heads by now."""
         if state_dict["task"] != self.task:
             raise ValueError(f"This is a state of task {state_dict['task']!r}, not of {self.task!r}.")
         self._loaded = state_dict

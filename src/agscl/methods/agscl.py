@@ -25,7 +25,7 @@ from agscl.methods._agscl.activations import measure_activations
 from agscl.methods._agscl.budget import BUDGET_FORMULA, check_budget
 from agscl.methods._agscl.capacity import Capacity, measure_capacity
 from agscl.methods._agscl.certificate import certify_nodes
-from agscl.methods._agscl.group_digests import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
+from agscl.methods._agscl.changed_groups import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._agscl.layer_scaling import ByLayer, find_less_active, scale_penalties
 from agscl.methods._agscl.learning_rates import LayerRates, select_rates
 from agscl.methods._agscl.node_pruner import NodePruner

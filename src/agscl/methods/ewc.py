@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
-from agscl.methods._parts.sample_gradients import as_one_value, count_samples, measure_gradients
+from agscl.methods._parts.sample_gradients import as_single_score, count_samples, measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.system.sums import sum_dtype, to_sum_dtype
 
@@ -131,16 +131,16 @@ class EWC(WeightMethod):
             gradient is the expectation over classes. One drawn class is unbiased too, but 0 for certain predictions."""
             task_batch, signs = batch
             log_probabilities = F.log_softmax(_require_logits(compute_output(task_batch), fisher), 1)
-            return as_one_value((signs * (log_probabilities.detach() / 2).exp() * log_probabilities).sum(1))
+            return as_single_score((signs * (log_probabilities.detach() / 2).exp() * log_probabilities).sum(1))
 
         def sampled_score(batch: Any) -> tuple[Tensor, Tensor]:
             task_batch, uniforms = batch
             output = compute_output(task_batch)
             is_logits = isinstance(output, Tensor) and output.dim() == 2
-            return as_one_value(F.cross_entropy(output, sample_classes(output, uniforms)) if is_logits else output)
+            return as_single_score(F.cross_entropy(output, sample_classes(output, uniforms)) if is_logits else output)
 
         def loss_score(batch: Any) -> tuple[Tensor, Tensor]:
-            return as_one_value(forward(batch))
+            return as_single_score(forward(batch))
 
         if fisher == "batched":
             return measure_gradients(

@@ -21,7 +21,7 @@ from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory import Memory, Outline
 from agscl.methods._parts.penalties import Tensors, find_protected
 from agscl.methods._parts.recorded_outputs import concat_tensors
-from agscl.methods._parts.sample_gradients import Score, as_one_value, measure_gradients
+from agscl.methods._parts.sample_gradients import Score, as_single_score, measure_gradients
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
 from agscl.system.describe import describe_value
@@ -148,7 +148,7 @@ class SPG(FrozenPartsMethod):
         knowledge, protected = self.knowledge, find_protected(self)
         if len(self.tasks) > 1:
             batches = make_repeatable(batches)  # once for each head
-        scores: list[Score] = [lambda batch: as_one_value(forward(batch))]
+        scores: list[Score] = [lambda batch: as_single_score(forward(batch))]
         if not self.heads.is_shared:
             scores += [self._score_head(task) for task in self.tasks[:-1]]
         importances = dict(knowledge.importances)
@@ -178,7 +178,7 @@ class SPG(FrozenPartsMethod):
                     f"SPG needs the outputs of the head of task {task!r}; the model returned {describe_value(output)}, "
                     "which holds no tensor. Let the model return a tensor, or a tuple, list or dict of tensors."
                 )
-            return as_one_value(values.sum(1))
+            return as_single_score(values.sum(1))
 
         return score
 

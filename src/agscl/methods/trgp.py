@@ -337,7 +337,7 @@ class TRGP(SubspaceMethod):
         self.knowledge.statistics["related"] = {name: list(scales) for name, scales in values.items()}
 
     def _extend_basis(self, name: str, inputs: Tensor, threshold: float) -> Tensor:
-        basis, used = choose_directions(self.knowledge.bases.get(name), inputs, threshold)
+        basis, used = choose_trgp_directions(self.knowledge.bases.get(name), inputs, threshold)
         self.knowledge.used.setdefault(self.tasks[-1], {})[name] = used
         return basis
 
@@ -418,8 +418,8 @@ def select_directions(basis: Tensor, used: Tensor) -> Tensor:
     return chosen * used.gather(1, order)[:, None]
 
 
-def choose_directions(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The directions with the most energy of `inputs` (groups, columns, inputs) that hold `threshold` of it.
+def choose_trgp_directions(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """TRGP's choice: the directions with the most energy of `inputs` (groups, columns, inputs), `threshold` of it.
 
     Old directions and those of what they leave compete. Returns the basis with the new ones appended, old ones with
     their bits, and (groups, directions) which were chosen.

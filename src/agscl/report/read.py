@@ -102,10 +102,14 @@ class Line:
     outcomes: list[Outcome]
 
     @property
+    def learned(self) -> int:
+        """How many tasks the seed that is furthest has learned."""
+        return max((len(outcome.accuracies) for outcome in self.outcomes), default=0)
+
+    @property
     def complete(self) -> list[Outcome]:
         """Those that learned as many tasks as any: only these can be averaged."""
-        longest = max((len(outcome.accuracies) for outcome in self.outcomes), default=0)
-        return [outcome for outcome in self.outcomes if longest and len(outcome.accuracies) == longest]
+        return [outcome for outcome in self.outcomes if self.learned and len(outcome.accuracies) == self.learned]
 
     def summarize(self, metric: str) -> dict[str, float | None]:
         """Mean and standard deviation over seeds of average_accuracy, forgetting, stability or plasticity."""
@@ -150,7 +154,15 @@ class ReportData:
 
     @property
     def finished(self) -> bool:
-        return self.kind != "run" or self.detail is None or self.detail.finished
+        """Whether the figures at the end are those of all tasks."""
+        if self.kind == "run":
+            return self.detail is None or self.detail.finished
+        return self.own_tasks or self.learned == len(self.tasks)
+
+    @property
+    def learned(self) -> int:
+        """How many tasks the method that is furthest has learned."""
+        return max((line.learned for line in self.lines if not is_bound(line.method)), default=0)
 
     @property
     def is_score(self) -> bool:
@@ -166,10 +178,21 @@ class ReportData:
 
     @property
     def ranked(self) -> list[Line]:
-        """Lines by their average accuracy, the highest first; bounds are no methods that one could use."""
-        known = [(line.summarize("average_accuracy")["mean"], line) for line in self.lines if not is_bound(line.method)]
-        found = [(mean, line) for mean, line in known if mean is not None]
+        """Lines by their average accuracy, the highest first; bounds are no methods that one could use.
+
+        Averages over fewer tasks cannot be compared: of several runs, methods that are `behind` are not ranked.
+        """
+        behind = self.behind
+        methods = [line for line in self.lines if not is_bound(line.method) and line not in behind]
+        found = [(mean, line) for line in methods if (mean := line.summarize("average_accuracy")["mean"]) is not None]
         return [line for _, line in sorted(found, key=lambda pair: -pair[0])]
+
+    @property
+    def behind(self) -> list[Line]:
+        """Methods of a comparison that have learned fewer tasks than others."""
+        if self.kind == "run" or self.own_tasks:
+            return []
+        return [line for line in self.lines if not is_bound(line.method) and line.learned < self.learned]
 
 
 def read_report(paths: Sequence[Path]) -> ReportData:

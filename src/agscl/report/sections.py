@@ -10,7 +10,7 @@ from typing import Any
 from agscl.analysis.memory import WEIGHT_WISE, Amount, Outline, forecast_memory
 from agscl.experiments.methods import METHODS
 from agscl.methods._agscl.budget import count_kept
-from agscl.report import charts
+from agscl.report import charts, words
 from agscl.report.nodes import NodeHistory, count_moved, count_taken
 from agscl.report.read import Line, Outcome, ReportData, RunData, get_title, is_bound
 from agscl.report.vega import Spec
@@ -147,11 +147,11 @@ def _make_average_section(report: ReportData) -> Section | None:
         lead += " Click a name in the legend to see it alone."
     quantity = "average score, %" if report.is_score else "average accuracy, %"
     rows = []
-    for line in report.ranked or report.lines:
+    for line in [*(report.ranked or report.lines), *report.behind]:
         if line.complete:
             rows.append(
                 [
-                    line.label,
+                    line.label + (f" (after {words.count(line.learned, 'task')})" if line in report.behind else ""),
                     _format_settings(line.settings),
                     str(len(line.complete)),
                     spread(line.summarize("average_accuracy"), unit=""),

@@ -149,13 +149,15 @@ def _judge_comparison(report: ReportData) -> PageVerdict:
     over = f" over {count(seeds, 'seed')}" if seeds > 1 else ""
     lost = best.summarize("forgetting")
     forgot = "forgot nothing" if lost["mean"] == 0 else f"forgot {spread(lost)}"
+    state = "" if report.finished else f"So far, after {report.learned} of {len(report.tasks)} tasks: "
+    average = spread(best.summarize("average_accuracy"))
     sentence = (
-        f"Of {count(len(ranked), 'method')}, {best.label} has the highest average {quantity}{over}: "
-        f"{spread(best.summarize('average_accuracy'))}, and {forgot}."
+        f"of {count(len(ranked), 'method')}, {best.label} has the highest average {quantity}{over}: {average}, "
+        f"and {forgot}."
         if len(ranked) > 1
-        else f"{best.label} reached an average {quantity} of {spread(best.summarize('average_accuracy'))}{over}, and "
-        f"{forgot}."
+        else f"{best.label} reached an average {quantity} of {average}{over}, and {forgot}."
     )
+    sentence = f"{state}{sentence}" if state else sentence[:1].upper() + sentence[1:]
     details = []
     if len(ranked) > 1:
         second = ranked[1]
@@ -175,7 +177,11 @@ def _judge_comparison(report: ReportData) -> PageVerdict:
             f"Fine-tuning ended at {spread(reference.summarize('average_accuracy'))} and forgot "
             f"{spread(reference.summarize('forgetting'))}."
         )
-    return PageVerdict("plain", "measured", sentence, details)
+    if report.behind:
+        behind = ", ".join(f"{line.label} (after {count(line.learned, 'task')})" for line in report.behind)
+        details.append(f"Not compared yet, having learned fewer tasks: {behind}.")
+    tone, badge = ("plain", "measured") if report.finished else ("wait", "not finished")
+    return PageVerdict(tone, badge, sentence, details)
 
 
 def list_figures(report: ReportData) -> list[HeadlineFigure]:

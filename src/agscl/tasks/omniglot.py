@@ -103,7 +103,7 @@ def make_copies(drawings: EncodedImages, size: int, copies: int) -> Array:
         return result
 
     identity = (str(drawings), size, copies, MAX_DEGREES, MAX_SHIFT)
-    return cached_array("omniglot-moved", identity, drawings.read_file_state(), compute)
+    return cached_array("omniglot-moved", identity, drawings.describe_image_files(), compute)
 
 
 def _rotate_and_shift(drawings: Tensor, size: int, copies: int, rng: np.random.Generator) -> Array:

@@ -117,7 +117,7 @@ class Outline:
 
     @classmethod
     def from_graph(cls, graph: NodeGraph, arguments: tuple[Any, ...]) -> Self:
-        """The outline of the graph's model. Runs the model once, on `arguments`."""
+        """What decides how much methods store for the graph's model, which runs once, on `arguments`."""
         model, heads = graph.model, graph.heads
         if heads is None:
             raise ValueError("the model has no head: wrap it in a MultiHead, or name its heads with heads=")

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from agscl.graph.forward import preserve_model_state
 from agscl.system.distributed import sum_over_ranks_
 
-__all__ = ["Score", "as_one_value", "count_samples", "measure_gradients"]
+__all__ = ["Score", "as_single_score", "count_samples", "measure_gradients"]
 
 Score = Callable[[Any], tuple[Tensor, Tensor]]
 """Runs the model on a batch; returns the values to differentiate, (k,), and their weights, (k,)."""
@@ -67,8 +67,8 @@ def measure_gradients(
     return {name: tensor / total for name, tensor in sums.items()}
 
 
-def as_one_value(value: Any) -> tuple[Tensor, Tensor]:
-    """The loss of a batch as the one value to differentiate."""
+def as_single_score(value: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a batch as the score of one sample, whose gradient is measured."""
     if not isinstance(value, Tensor) or value.dim() > 1:
         description = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from agscl.cli import job_progress
+from agscl.cli import jobs as cli_jobs
 from agscl.cli import progress as cli_progress
 from agscl.experiments import compare, jobs
 
@@ -41,6 +41,6 @@ def test_several_runs_on_a_gpu_print_how_to_start_mps(on, tmp_path, monkeypatch,
     for device, seeds in (("cuda", 2), ("cpu", 2), ("cuda", 1)):
         plan = compare.plan_comparison("digits", ["finetune"], seeds, tmp_path / f"{device}{seeds}")
         plan = [replace(job, config=replace(job.config, device=device)) for job in plan]
-        job_progress.run_jobs_with_progress(plan, processes=2, checkpoint_every=60.0)
+        cli_jobs.run_jobs_with_progress(plan, processes=2, checkpoint_every=60.0)
         told = "nvidia-cuda-mps-control -d" in " ".join(capsys.readouterr().out.split())
         assert told == (not on and device == "cuda" and seeds == 2)

@@ -1,4 +1,4 @@
-"""Digests of every group of nodes: what changed during a task, and what a certificate says of it."""
+"""Which groups of nodes a task changed or left as they were, by their digests, and what a certificate says of it."""
 
 from __future__ import annotations
 
