@@ -89,7 +89,10 @@ def make_svg(spec: Spec, width: int, *, for_page: bool = False) -> str:
     import vl_convert
 
     fixed = _fix_width(spec, width) | {"config": make_config()}
-    if not for_page:
+    if for_page:  # the browser's font may be wider than the one that is measured here
+        fixed["padding"] = {"left": 20, "right": 5, "top": 5, "bottom": 5}
+        fixed["config"]["axis"]["titlePadding"] = 20
+    else:
         fixed["background"] = "#ffffff"
     svg: str = vl_convert.vegalite_to_svg(fixed, vl_version=VL_VERSION)
     if for_page:
