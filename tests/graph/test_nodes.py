@@ -694,8 +694,51 @@ def test_the_error_lists_every_refused_layer_with_equal_reasons_together() -> No
         NodeGraph(model, args, exclude=["trunk.stem"])
     message = str(caught.value)
     assert "trunk.blocks.0.6, trunk.blocks.1.6, trunk.blocks.2.6: no ReLU" in message
-    assert len(message.splitlines()) == 5, message
+    assert "only because the others are: trunk.blocks.0.7, trunk.blocks.1.7, trunk.blocks.2.7." in message
+    assert len(message.splitlines()) == 4, message
     assert advised(message)[0] == "trunk.stem", "what was excluded before stays excluded"
+
+
+BLAMED = {  # name -> trunk, the layers that are to blame, those that must be left out with them
+    "behind a transposed convolution": (
+        lambda: [nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 8, 1), nn.BatchNorm1d(8), nn.Flatten()],
+        ["1"],
+        ["2"],
+    ),
+    "behind another activation": (
+        lambda: [nn.Linear(4, 8), nn.GELU(), nn.BatchNorm1d(8)],
+        ["0"],
+        ["2"],
+    ),
+    "before a norm with trained numbers": (lambda: [nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU()], ["1"], ["0"]),
+    "beside one of the input": (
+        lambda: [nn.BatchNorm1d(4), nn.Linear(4, 8), nn.PReLU(8), nn.BatchNorm1d(8)],
+        ["2", "0"],
+        ["3", "1"],
+    ),
+    "with a fault of its own": (
+        lambda: [nn.Linear(4, 8), nn.PReLU(8), nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.ReLU()],
+        ["1", "3"],
+        ["0", "2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BLAMED))
+def test_a_layer_refused_only_because_its_neighbour_is_is_left_out_with_it_and_not_named_as_a_defect(name: str) -> None:
+    layers, causes, consequences = BLAMED[name]
+    model = MultiHead(nn.Sequential(*layers(), nn.Linear(8, 8), nn.ReLU()))
+    model.add_head("a", 3)
+    args = (torch.randn(2, 4), "a")
+    model.eval()(*args)
+    with pytest.raises(NodeGraphError) as caught:
+        NodeGraph(model, args)
+    assert [refusal.layer for refusal in caught.value.refusals] == [f"trunk.{layer}" for layer in causes]
+    message = str(caught.value)
+    listed = ", ".join(f"trunk.{layer}" for layer in consequences)
+    assert f"Listed only because the others are: {listed}." in message
+    assert not any(f"trunk.{layer}: " in message for layer in consequences)
+    prove(model, args, NodeGraph(model, args, exclude=advised(message)))
 
 
 def test_an_activation_that_is_not_supported_is_named() -> None:

@@ -129,7 +129,7 @@ class NodeGraph:
         if excluded not in ("freeze", "train"):
             raise ValueError(f"excluded must be 'freeze' or 'train', not {excluded!r}.")
         self.model, self.excluded = model, excluded
-        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self.exclude = self._given_exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
@@ -169,7 +169,7 @@ class NodeGraph:
 
     def _collect_refusals(self, error: NodeGraphError) -> NodeGraphError:
         """Leave out what was refused and try again, until a graph can be built: one error for all that was refused."""
-        given, refusals = self.exclude, {refusal.layer: refusal for refusal in error.refusals}
+        refusals = {refusal.layer: refusal for refusal in error.refusals}
         note = ""
         while True:
             new = [name for name in error.exclude if name not in self.exclude]
@@ -188,9 +188,12 @@ class NodeGraph:
             except Exception as other:  # the user's own forward pass, which sees other values now
                 note = f"That was tried, and the forward pass raised {type(other).__name__}: {other}"
                 break
-        exclude, self.exclude = self.exclude, given
+        exclude, self.exclude = self.exclude, self._given_exclude
+        causes = [refusal for refusal in refusals.values() if not refusal.is_consequence]
+        if consequences := ", ".join(refusal.layer for refusal in refusals.values() if refusal.is_consequence):
+            note = " ".join(filter(None, [f"Listed only because the others are: {consequences}.", note]))
         note = " ".join(filter(None, [note, "PackNet and WSN need no nodes: they freeze single weights."]))
-        return NodeGraphError(*refusals.values(), exclude=exclude, note=note)
+        return NodeGraphError(*causes, exclude=exclude, note=note)
 
     def _first_task(self) -> str | None:
         """The task to run the model for while it is probed; None: the example names it, or the trunk runs alone."""
@@ -403,6 +406,7 @@ class NodeGraph:
                 self.relu_sites += (
                     _make_relu_site(int(name), group_of[nodes], probe.rows_per_sample.get((kind, name), 1)),
                 )
+        self._find_beside_refused(traces)
         refusals = [self._add_norm(name, norm, nodes_at, group_of) for name, norm in self._norm_layers.items()]
         self.readers_of = {name: _count_columns(name, traces) for name in self._node_layers}
         self._followed_by_norm = {
@@ -442,6 +446,13 @@ class NodeGraph:
                 )
                 yield Refusal(layer, reason, exclude=tuple(dict.fromkeys([layer, name] if excludable else [layer])))
 
+    def _find_beside_refused(self, traces: Mapping[ProbePoint, NodeTrace]) -> None:
+        """Find what comes after the first module that was refused before, and which layers such modules read."""
+        points, refused = list(traces), set(self.exclude) - set(self._given_exclude)
+        calls = [point for point in points if point[0] == "excluded" and point[1].partition(" ")[2] in refused]
+        self._after_refused = set(points[points.index(calls[0]) :]) if calls else set()
+        self._read_by_refused = {layer for call in calls for layer in traces[call].nodes}
+
     def _add_norm(
         self, name: str, norm: _BatchNorm, nodes_at: Mapping[ProbePoint, Tensor], group_of: Tensor
     ) -> Refusal | None:
@@ -454,7 +465,7 @@ class NodeGraph:
                 "some of its channels are not nodes (they come from the input, or from a frozen or excluded layer), so "
                 "its statistics would change for old tasks."
             )
-            return Refusal(name, reason, exclude=(name,))
+            return Refusal(name, reason, exclude=(name,), is_consequence=("norm", name) in self._after_refused)
         if norm.momentum is None:
             reason = (
                 "BatchNorm with momentum=None averages over all batches ever seen, so its statistics cannot be kept "
@@ -493,7 +504,7 @@ class NodeGraph:
                     remedy += " If it is an output layer, take it out of the trunk: every task gets a head of its own."
                 elif not self.readers_of[layer.name]:
                     remedy += " If it is the output layer, name it with heads=."
-                yield Refusal(layer.name, reason, remedy, (layer.name,))
+                yield Refusal(layer.name, reason, remedy, (layer.name,), layer.name in self._read_by_refused)
 
     def _has_heads(self) -> bool:
         """Whether the forward pass ends in a head, so that no node may reach the output but through it."""
