@@ -741,6 +741,23 @@ def test_a_layer_refused_only_because_its_neighbour_is_is_left_out_with_it_and_n
     prove(model, args, NodeGraph(model, args, exclude=advised(message)))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_the_settings_that_the_message_on_an_instance_norm_names_make_it_part_of_the_graph(
+    affine: bool, tracks: bool
+) -> None:
+    def build_graph(**settings: bool) -> NodeGraph:
+        norm = nn.InstanceNorm2d(8, **settings)
+        return NodeGraph(MultiHead(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU())), torch.randn(2, 3, 8, 8))
+
+    settings = {"affine": affine, "track_running_stats": tracks}
+    if affine or tracks:
+        with pytest.raises(NodeGraphError, match=r"trunk\.1: .* Make it with") as caught:
+            build_graph(**settings)
+        settings |= dict.fromkeys(re.findall(r"(\w+)=False", str(caught.value)), False)
+    assert list(build_graph(**settings).layers) == ["trunk.0"]
+
+
 def test_an_activation_that_is_not_supported_is_named() -> None:
     model, args = build("gelu")
     with pytest.raises(NodeGraphError, match="The model calls gelu, which will not do"):

@@ -231,7 +231,8 @@ class NodeGraph:
                 and module.running_mean is not None
             ):
                 reason = "its running statistics would change for old tasks; only those of BatchNorm can be kept."
-                refusals.append(Refusal(name, reason, "Use track_running_stats=False.", (name,)))
+                affine = ", affine=False" if any(p.requires_grad for p in module.parameters()) else ""
+                refusals.append(Refusal(name, reason, f"Make it with track_running_stats=False{affine}.", (name,)))
             if self._is_head_or_excluded(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
                 continue
             if isinstance(module, _BatchNorm):
@@ -301,7 +302,8 @@ class NodeGraph:
         )
         layers = (name for name, layer in self.model.named_modules() if isinstance(layer, LAYERS))
         if holder and not all(_is_within(name, (holder, *self._head_names)) for name in layers):
-            return Refusal(holder, reason, exclude=(holder,))
+            remedy = "Make it with affine=False." if isinstance(module, _InstanceNorm) else ""
+            return Refusal(holder, reason, remedy, (holder,))
         return Refusal(holder or name, reason, "Move it into a module of its own, and exclude that one.")
 
     def _check_layer(self, name: str, module: nn.Module) -> Iterator[Refusal]:
