@@ -14,6 +14,7 @@ from torch import nn
 from agscl import AGSCL, EWC, Certificate, FineTune, MultiHead, PaperAGSCL, Together
 from agscl.certificate import NEVER, ProbeOutputs, verify
 from agscl.digests import digest_groups
+from agscl.methods._parts.lifecycle import SelfCheckWarning
 from loops import adam, bits, learn, make, mlp
 
 
@@ -479,6 +480,32 @@ def test_a_check_against_other_columns_says_which_layer_is_wrong():
         certificates[0].check(tensors)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [PaperAGSCL, FineTune])
+def test_a_check_of_weights_in_another_dtype_names_the_dtypes_and_not_changed_values(cls, dtype):
+    _, certificates, tensors = chain(tasks=1, cls=cls, **(GOOD if cls is PaperAGSCL else {}))
+    converted = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    words = f"of dtype {str(dtype).removeprefix('torch.')}, and float32 when .* Convert to float32 and check again"
+    with pytest.raises(ValueError, match=words):
+        certificates[0].check(converted)
+    with pytest.raises(ValueError, match=words):
+        verify(certificates, converted)
+    back = verify(certificates, {name: tensor.float() for name, tensor in converted.items()})
+    assert back.ok is (dtype == torch.float64), back.lines
+
+
+def test_a_model_converted_between_two_tasks_is_said_to_have_been_converted():
+    method, certificates, _ = chain(tasks=1, **GOOD)
+    model = method.model.double()
+    model.trunk.register_forward_pre_hook(lambda trunk, args: args[0].double())
+    with pytest.warns(SelfCheckWarning, match="are float64 and were float32"):
+        learn(method, torch.optim.SGD(model.parameters(), lr=0.05), 1)
+    verdict = verify([*certificates, method.certificate()], bits(model))
+    assert not verdict.ok
+    assert len(verdict.lines) == 1
+    assert "float32 when task 't0' ended and float64 when 't1' did" in verdict.lines[0]
+
+
 def test_memory_layout_belongs_to_the_environment_of_a_probe():
     conv, batch = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8)
     probe = ProbeOutputs.from_outputs(batch, {}, 0, conv)
@@ -500,7 +527,7 @@ def test_a_certificate_saved_without_the_newer_fields_can_be_read(tmp_path):
     _, certificates, tensors = chain(tasks=1, **GOOD)
     certificates[0].save(tmp_path / "c.json")
     content = json.loads((tmp_path / "c.json").read_text())
-    for name in ("changed_outputs", "moved_after_task", "uncovered"):
+    for name in ("changed_outputs", "moved_after_task", "uncovered", "dtypes"):
         del content[name]
     (tmp_path / "c.json").write_text(json.dumps(content))
     assert Certificate.load(tmp_path / "c.json").check(tensors).ok

@@ -559,6 +559,18 @@ def test_a_certificate_is_checked_later_with_the_tensors_alone(tmp_path):
         FreezeCertificate.load(tmp_path / "frozen.json")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_check_of_tensors_in_another_dtype_names_the_dtypes_and_not_changed_rows(dtype):
+    model = network()
+    frozen = agscl.freeze(model[0], rows=[1, 4])
+    certificate = frozen.certificate()
+    model.to(dtype)
+    assert frozen.verify().ok
+    with pytest.raises(ValueError, match=r"0\.weight is of dtype float\d+, and float32 when .* Convert to float32"):
+        certificate.check(model.state_dict(), prefix="0.")
+    assert certificate.check(model.float().state_dict(), prefix="0.").ok is (dtype == torch.float64)
+
+
 # Which rows -----------------------------------------------------------------------------------------------------------
 
 SIZE = 7

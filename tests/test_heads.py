@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import FineTune, MultiHead, PaperAGSCL
+from agscl import AGSCL, FineTune, MultiHead, PaperAGSCL
 from loops import blobs, learn, mlp
 
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
@@ -185,3 +185,30 @@ def test_parameters_that_were_replaced_between_tasks_are_found_whatever_the_opti
 def test_numbers_of_outputs_may_be_those_of_numpy():
     model = MultiHead(nn.Linear(4, 8), features=8)
     assert model.add_head("a", np.int64(3)).out_features == 3
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, inputs):
+        left, right = inputs.values() if isinstance(inputs, dict) else inputs
+        return torch.relu(self.left(left) + self.right(right))
+
+
+def test_several_inputs_go_to_the_trunk_in_a_list_or_dict_and_a_call_with_two_says_so():
+    model, x = MultiHead(TwoInputs()), torch.randn(5, 4)
+    model.add_head("a", 3)
+    with pytest.raises(TypeError, match=r"one input and the task.*got 3 arguments.*model\(\[x1, x2\], task\)"):
+        model(x, x, "a")
+    expected = model([x, x], "a")
+    assert torch.equal(model({"left": x, "right": x}, task="a"), expected)
+    method = AGSCL(model, [x, x])
+    optimizer = torch.optim.Adam(model.parameters())
+    method.begin_task("a", optimizer, epochs=1)
+    model([x, x], "a").sum().backward()
+    optimizer.step()
+    method.end_epoch()
+    method.end_task([([x, x], torch.zeros(5, dtype=torch.long))])
+    assert method.certificate().important

@@ -17,6 +17,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from agscl.digests import digest_groups, digest_tensors
+from agscl.digests import describe_conversion, digest_groups, digest_tensors
 from agscl.system.files import write_atomically
 from agscl.system.tf32 import tf32_allowed
 
@@ -200,6 +201,7 @@ class Certificate:
     frozen_for_good: bool = False  # whether the method means to freeze important nodes for good (λ = ∞)
     moved_after_task: list[int] = field(default_factory=list)  # important groups whose bits changed after end_task
     uncovered: list[str] = field(default_factory=list)  # why outputs of old tasks may change although no node moves
+    dtypes: list[str] = field(default_factory=list)  # of the weights, when the task ended
 
     @property
     def important(self) -> list[int]:
@@ -272,7 +274,12 @@ class Certificate:
         ]
         moved = [group for group in self.important if now[group] != self.digests[group]]
         counts = {name: len(set(moved).intersection(groups)) for name, groups in self.layout.rows.items()}
-        return Finding(moved, nonzero, heads, {name: count for name, count in counts.items() if count})
+        finding = Finding(moved, nonzero, heads, {name: count for name, count in counts.items() if count})
+        dtypes = {str(tensors[n].dtype).removeprefix("torch.") for n in needed if tensors[n].is_floating_point()}
+        if not finding and self.dtypes and not dtypes <= set(self.dtypes):
+            change = describe_conversion(", ".join(sorted(dtypes)), ", ".join(self.dtypes))
+            raise ValueError(f"The weights given are {change}")
+        return finding
 
     def __str__(self) -> str:
         before = len(self.held) + len(self.moved)
@@ -335,6 +342,14 @@ def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -
         return Verdict(False, ["There is no certificate to check."])
     lines: list[str] = []
     failed: list[str] = []
+    for before, after in pairwise(certificates):
+        if before.dtypes and after.dtypes and set(before.dtypes).isdisjoint(after.dtypes):
+            line = (
+                f"the weights were {', '.join(before.dtypes)} when task {before.task!r} ended and "
+                f"{', '.join(after.dtypes)} when {after.task!r} did: bits of two dtypes cannot be compared. Convert a "
+                "model before its first task; for half precision use torch.autocast."
+            )
+            return Verdict(False, [f"FAILED: {line}"])
     last = certificates[-1]
     finding = last.check(tensors)
     if finding.moved:

@@ -10,13 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["digest_groups", "digest_tensors", "read_row_bytes"]
+__all__ = ["describe_conversion", "digest_groups", "digest_tensors", "read_row_bytes"]
 
 
 def read_row_bytes(tensor: Tensor) -> Any:
     """(rows, bytes) of a tensor's memory, as numpy; a single number is one row."""
     flat = tensor.detach().cpu().contiguous()
     return flat.reshape(len(flat) if flat.dim() else 1, -1).view(torch.uint8).numpy()
+
+
+def describe_conversion(now: str, then: str) -> str:
+    """Why tensors of another dtype cannot be checked, and what to do."""
+    return (
+        f"of dtype {now}, and {then} when the certificate was made: bits of two dtypes cannot be compared. Convert to "
+        f"{then} and check again. (A narrower dtype in between has rounded the values; torch.autocast, for training in "
+        "half precision, leaves them as they are.)"
+    )
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from agscl.digests import read_row_bytes
+from agscl.digests import describe_conversion, read_row_bytes
 from agscl.methods._parts.batchnorm import ChannelFreezer, StatisticsFreezer, find_batchnorms
 from agscl.methods._parts.frozen_by_hand import frozen_by_hand
 from agscl.methods._parts.lifecycle import warn_user
@@ -541,6 +541,8 @@ class FreezeCertificate:
             if tensor is None:
                 raise ValueError(f"There is no {prefix + name!r} among the tensors given: {', '.join([*tensors][:5])}.")
             part = _read_part(name, entry, tensor)
+            if (dtype := str(tensor.dtype).removeprefix("torch.")) != entry["dtype"]:
+                raise ValueError(f"{prefix + name} is {describe_conversion(dtype, entry['dtype'])}")
             found = _digest_rows(part, tensor.detach()[part.place])
             by_columns = part.rows is None and part.columns is not None
             index = part.columns if by_columns else part.rows

@@ -73,7 +73,9 @@ class MultiHead(nn.Module):
     >>> model.add_head("pong", {"actor": 6, "critic": 1})  # model(x, "pong") then returns a dict
     >>> logits = model(x, "birds")
 
-    A linear head that is added before the first forward pass gets its number of inputs there.
+    A linear head that is added before the first forward pass gets its number of inputs there. The trunk gets one input,
+    as it is: several come in a list or a dict, `model([x1, x2], "birds")`. (A tuple is taken by methods for several
+    arguments of the forward pass.)
     """
 
     def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
@@ -111,7 +113,13 @@ class MultiHead(nn.Module):
             return nn.LazyLinear(outputs, device=like.device, dtype=like.dtype)
         return nn.Linear(self.features, outputs, device=like.device, dtype=like.dtype)
 
-    def forward(self, x: Any, task: str) -> Any:
+    def forward(self, x: Any, task: str, *others: Any) -> Any:
+        if others:
+            raise TypeError(
+                f"MultiHead takes one input and the task, model(x, task); got {2 + len(others)} arguments. Put several "
+                "inputs in a list or a dict, which the trunk gets as it is: model([x1, x2], task) calls "
+                "trunk([x1, x2])."
+            )
         try:
             head = self.heads[task]
         except KeyError:

@@ -8,6 +8,7 @@ checked with a second, independent measurement.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeGuard
@@ -28,6 +29,8 @@ from agscl.heads import HeadPlace, Heads, MultiHead, list_parameters
 from agscl.system.describe import describe_value
 
 __all__ = ["NodeGraph", "NodeGraphError", "NodeLayer", "NormLayer", "ReLUSite", "Reader"]
+
+HEAD_REMEDY = "Let each task's head begin with a Linear or Conv layer, e.g. nn.Sequential(nn.Linear(…), YourHead(…))."
 
 
 def read_own_weight(name: str, module: nn.Module) -> nn.Parameter:
@@ -126,7 +129,7 @@ class NodeGraph:
         if excluded not in ("freeze", "train"):
             raise ValueError(f"excluded must be 'freeze' or 'train', not {excluded!r}.")
         self.model, self.excluded = model, excluded
-        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self.exclude = self._given_exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
@@ -157,16 +160,16 @@ class NodeGraph:
         _raise_if_any(never_called)
         self._node_layers = {name: self._node_layers[name] for name in probe.outputs if name in self._node_layers}
         self._called_layers = set(probe.outputs)
-        self._assemble_graph(probe.trace_nodes(list(self._node_layers)), probe.rows_per_sample)
+        self._assemble_graph(probe)
         try:
             self.prove(task)
         except NodeGraphError:  # small values may be lost in rounding, e.g. beside an added input: try large ones
-            self._assemble_graph(probe.trace_nodes(list(self._node_layers), scales=(1.0, 1e3)), probe.rows_per_sample)
+            self._assemble_graph(probe, scales=(1.0, 1e3))
             self.prove(task)
 
     def _collect_refusals(self, error: NodeGraphError) -> NodeGraphError:
         """Leave out what was refused and try again, until a graph can be built: one error for all that was refused."""
-        given, refusals = self.exclude, {refusal.layer: refusal for refusal in error.refusals}
+        refusals = {refusal.layer: refusal for refusal in error.refusals}
         note = ""
         while True:
             new = [name for name in error.exclude if name not in self.exclude]
@@ -185,9 +188,12 @@ class NodeGraph:
             except Exception as other:  # the user's own forward pass, which sees other values now
                 note = f"That was tried, and the forward pass raised {type(other).__name__}: {other}"
                 break
-        exclude, self.exclude = self.exclude, given
+        exclude, self.exclude = self.exclude, self._given_exclude
+        causes = [refusal for refusal in refusals.values() if not refusal.is_consequence]
+        if consequences := ", ".join(refusal.layer for refusal in refusals.values() if refusal.is_consequence):
+            note = " ".join(filter(None, [f"Listed only because the others are: {consequences}.", note]))
         note = " ".join(filter(None, [note, "PackNet and WSN need no nodes: they freeze single weights."]))
-        return NodeGraphError(*refusals.values(), exclude=exclude, note=note)
+        return NodeGraphError(*causes, exclude=exclude, note=note)
 
     def _first_task(self) -> str | None:
         """The task to run the model for while it is probed; None: the example names it, or the trunk runs alone."""
@@ -225,7 +231,8 @@ class NodeGraph:
                 and module.running_mean is not None
             ):
                 reason = "its running statistics would change for old tasks; only those of BatchNorm can be kept."
-                refusals.append(Refusal(name, reason, "Use track_running_stats=False.", (name,)))
+                affine = ", affine=False" if any(p.requires_grad for p in module.parameters()) else ""
+                refusals.append(Refusal(name, reason, f"Make it with track_running_stats=False{affine}.", (name,)))
             if self._is_head_or_excluded(name) or not isinstance(module, (*LAYERS, _BatchNorm)):
                 continue
             if isinstance(module, _BatchNorm):
@@ -295,7 +302,8 @@ class NodeGraph:
         )
         layers = (name for name, layer in self.model.named_modules() if isinstance(layer, LAYERS))
         if holder and not all(_is_within(name, (holder, *self._head_names)) for name in layers):
-            return Refusal(holder, reason, exclude=(holder,))
+            remedy = "Make it with affine=False." if isinstance(module, _InstanceNorm) else ""
+            return Refusal(holder, reason, remedy, (holder,))
         return Refusal(holder or name, reason, "Move it into a module of its own, and exclude that one.")
 
     def _check_layer(self, name: str, module: nn.Module) -> Iterator[Refusal]:
@@ -360,10 +368,9 @@ class NodeGraph:
 
     # Building the graph from what was measured -----------------------------------------------------------------------
 
-    def _assemble_graph(
-        self, traces: Mapping[ProbePoint, NodeTrace], rows_per_sample: Mapping[ProbePoint, int]
-    ) -> None:
-        """Turn the traces into groups, readers, norms and ReLU sites."""
+    def _assemble_graph(self, probe: NodeProbe, scales: Sequence[float] = (1.0,)) -> None:
+        """Turn what the probe measures into groups, readers, norms and ReLU sites."""
+        traces = probe.trace_nodes(list(self._node_layers), scales)
         first_node: dict[str, int] = {}
         self.node_count = 0
         for name, module in self._node_layers.items():
@@ -371,7 +378,7 @@ class NodeGraph:
             self.node_count += _count_nodes(module)
         node_sets = _DisjointSets(self.node_count)
         nodes_at: dict[ProbePoint, Tensor] = {}  # a node behind each element, numbered through all layers
-        _raise_if_any([refusal for point, trace in traces.items() for refusal in self._find_mixing(point, trace)])
+        _raise_if_any([refusal for point in traces for refusal in self._find_mixing(probe, point, traces[point])])
         for point, trace in traces.items():
             for layer, nodes in trace.nodes.items():
                 nodes = nodes.long()
@@ -398,7 +405,10 @@ class NodeGraph:
                 self._check_reader(name, module)
                 self.readers[name] = Reader(name, module, group_of[nodes], _is_within(name, self._head_names))
             elif kind == "site":
-                self.relu_sites += (_make_relu_site(int(name), group_of[nodes], rows_per_sample.get((kind, name), 1)),)
+                self.relu_sites += (
+                    _make_relu_site(int(name), group_of[nodes], probe.rows_per_sample.get((kind, name), 1)),
+                )
+        self._find_beside_refused(traces)
         refusals = [self._add_norm(name, norm, nodes_at, group_of) for name, norm in self._norm_layers.items()]
         self.readers_of = {name: _count_columns(name, traces) for name in self._node_layers}
         self._followed_by_norm = {
@@ -406,7 +416,7 @@ class NodeGraph:
         }
         self._find_features(traces, nodes_at, group_of)
         _raise_if_any([*filter(None, refusals), *self._find_inactive()])
-        self._check_outputs(traces)
+        self._check_outputs(probe, traces)
 
     def _merge_depthwise(
         self, node_sets: _DisjointSets, first_node: Mapping[str, int], nodes_at: Mapping[ProbePoint, Tensor]
@@ -419,11 +429,17 @@ class NodeGraph:
                 filters = torch.arange(_count_nodes(module)) + first_node[name]
                 node_sets.merge(filters, sources.repeat_interleave(len(filters) // conv_groups))
 
-    def _find_mixing(self, point: ProbePoint, trace: NodeTrace) -> Iterator[Refusal]:
+    def _find_mixing(self, probe: NodeProbe, point: ProbePoint, trace: NodeTrace) -> Iterator[Refusal]:
         kind, name = point
+        if kind == "excluded" or (kind == "output" and self._has_heads()):
+            return
         where = {"reader": f"an input column of {name}", "norm": f"a channel of {name}", "output": "an output"}
         for layer, mixed in trace.mixed.items():
-            if mixed and kind != "excluded":
+            if not mixed:
+                continue
+            if _is_within(name, self._head_names) and (refusal := self._refuse_head(probe, layer, point)):
+                yield refusal
+            else:
                 excludable = kind in ("reader", "norm") and not _is_within(name, self._head_names)
                 reason = (
                     f"{where.get(kind) or f'ReLU number {int(name) + 1}'} depends on several of its nodes at once (a "
@@ -431,6 +447,13 @@ class NodeGraph:
                     "so no column can be said to read one node."
                 )
                 yield Refusal(layer, reason, exclude=tuple(dict.fromkeys([layer, name] if excludable else [layer])))
+
+    def _find_beside_refused(self, traces: Mapping[ProbePoint, NodeTrace]) -> None:
+        """Find what comes after the first module that was refused before, and which layers such modules read."""
+        points, refused = list(traces), set(self.exclude) - set(self._given_exclude)
+        calls = [point for point in points if point[0] == "excluded" and point[1].partition(" ")[2] in refused]
+        self._after_refused = set(points[points.index(calls[0]) :]) if calls else set()
+        self._read_by_refused = {layer for call in calls for layer in traces[call].nodes}
 
     def _add_norm(
         self, name: str, norm: _BatchNorm, nodes_at: Mapping[ProbePoint, Tensor], group_of: Tensor
@@ -444,7 +467,7 @@ class NodeGraph:
                 "some of its channels are not nodes (they come from the input, or from a frozen or excluded layer), so "
                 "its statistics would change for old tasks."
             )
-            return Refusal(name, reason, exclude=(name,))
+            return Refusal(name, reason, exclude=(name,), is_consequence=("norm", name) in self._after_refused)
         if norm.momentum is None:
             reason = (
                 "BatchNorm with momentum=None averages over all batches ever seen, so its statistics cannot be kept "
@@ -483,18 +506,45 @@ class NodeGraph:
                     remedy += " If it is an output layer, take it out of the trunk: every task gets a head of its own."
                 elif not self.readers_of[layer.name]:
                     remedy += " If it is the output layer, name it with heads=."
-                yield Refusal(layer.name, reason, remedy, (layer.name,))
+                yield Refusal(layer.name, reason, remedy, (layer.name,), layer.name in self._read_by_refused)
 
-    def _check_outputs(self, traces: Mapping[ProbePoint, NodeTrace]) -> None:
-        layers_at_output = [layer for (kind, _), trace in traces.items() if kind == "output" for layer in trace.nodes]
-        headless = isinstance(self.model, MultiHead) and not self.model.heads
-        if self.heads is not None and layers_at_output and not headless:
+    def _has_heads(self) -> bool:
+        """Whether the forward pass ends in a head, so that no node may reach the output but through it."""
+        return self.heads is not None and not (isinstance(self.model, MultiHead) and not self.model.heads)
+
+    def _check_outputs(self, probe: NodeProbe, traces: Mapping[ProbePoint, NodeTrace]) -> None:
+        at_output = [(layer, point) for point, trace in traces.items() if point[0] == "output" for layer in trace.nodes]
+        if at_output and self._has_heads():
+            layer, point = at_output[0]
             reason = (
                 "its nodes reach the model's output without passing a Linear or Conv layer of a head, so their "
                 "influence on old tasks cannot be set to zero."
             )
-            remedy = "Let each task's head begin with a Linear or Conv layer."
-            raise NodeGraphError(Refusal(layers_at_output[0], reason, remedy))
+            raise NodeGraphError(self._refuse_head(probe, layer, point) or Refusal(layer, reason, HEAD_REMEDY))
+
+    def _refuse_head(self, probe: NodeProbe, layer: str, point: ProbePoint) -> Refusal | None:
+        """Refuse the module of a head that gets each node of `layer` by itself and passes it on to `point`, where no
+        Linear or Conv layer lies between; None where that is no module of a head."""
+        head_modules = {
+            name: module
+            for name, module in self.model.named_modules()
+            if _is_within(name, self._head_names) and not isinstance(module, LAYERS)
+        }
+        found = None
+        for (kind, name), trace in probe.trace_nodes([layer], watched=head_modules).items():
+            if (kind, name) == point:
+                break
+            if trace.mixed.get(layer) is False and kind == "head":
+                found = name
+            elif trace.mixed.get(layer) is False and kind == "reader" and found and _is_within(name, [found]):
+                found = None  # it does begin with a Linear or Conv layer
+        if found is None:
+            return None
+        reason = (
+            f"this {type(head_modules[found]).__name__} reads the nodes of {layer}, and no Linear or Conv layer of the "
+            "head comes before it, so their influence on old tasks cannot be set to zero."
+        )
+        return Refusal(found, reason, HEAD_REMEDY)
 
     # The proof -------------------------------------------------------------------------------------------------------
 
@@ -534,13 +584,14 @@ class NodeGraph:
         self._head_names = self._find_head_names()
         self._reader_only_layers = self._find_reader_only_layers()
         sources = [n for n, readers in self.readers_of.items() if any(self.readers[r].is_head for r in readers)]
-        probe = self._probe(task)
-        self._called_layers |= set(probe.outputs)
-        for (kind, name), trace in probe.trace_nodes(sources or list(self._node_layers)).items():
-            if kind != "reader" or name not in self._reader_only_layers:
-                continue
-            _raise_if_any(list(self._find_mixing((kind, name), trace)))
+        probe = self._probe_head(task, head)
+        traces = probe.trace_nodes(sources or list(self._node_layers))
+        read = {name: traces["reader", name] for name in self._reader_only_layers if ("reader", name) in traces}
+        for name, trace in read.items():
+            _raise_if_any(list(self._find_mixing(probe, ("reader", name), trace)))
             self._check_reader(name, self._reader_only_layers[name])
+        self._check_outputs(probe, traces)
+        for name, trace in read.items():
             for layer, nodes in trace.nodes.items():
                 nodes = nodes.long()
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
@@ -550,8 +601,18 @@ class NodeGraph:
                 reader.sources = torch.where(reader.sources >= 0, reader.sources, groups)
                 self.readers_of[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(task)
-        if not self.has_head(head):
+        self._called_layers |= set(probe.outputs)
+
+    def _probe_head(self, task: str, head: nn.Module) -> NodeProbe:
+        """A probe of the model for `task`; an error where the forward pass calls no module of its head."""
+        called: list[nn.Module] = []
+        with ExitStack() as stack:
+            for module in head.modules():
+                stack.enter_context(module.register_forward_pre_hook(lambda module, args: called.append(module)))
+            probe = self._probe(task)
+        if not called:
             raise ValueError(f"The forward pass for task {task!r} does not run its head. Check heads=.")
+        return probe
 
     def _add_linear_head(self, task: str, head: nn.Module) -> bool:
         """Add a head that is one or several linear layers of a `MultiHead`: all of these read the trunk's features."""

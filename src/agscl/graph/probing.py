@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from agscl.graph.forward import ReLUWatcher, preserve_model_state
 from agscl.graph.refusals import NodeGraphError, Refusal
@@ -34,7 +34,7 @@ OTHER_ACTIVATIONS = {"leaky_relu", "rrelu", "prelu", "elu", "selu", "celu", "gel
 PROOF_ROWS = 32  # samples in the proof, each with other groups changed
 
 ProbePoint = tuple[str, str]
-"""The kind, and what it is: a name ("reader", "norm"), a number ("site", "output"), call and name ("excluded")."""
+"""The kind, and what it is: a name ("reader", "norm", "head"), a number ("site", "output"), both ("excluded")."""
 
 
 @dataclass
@@ -110,6 +110,7 @@ class NodeProbe:
         )
         self.replaced = {**nodes, **reader_only}
         self.rows_per_sample: dict[ProbePoint, int] = {}
+        self._watched: Mapping[str, nn.Module] = {}
         self._random_outputs: dict[str, list[Tensor]] = {}  # by layer: the numbers that replace outputs, unscaled
         with preserve_model_state(model):
             self.never_called = self._run_unchanged()
@@ -174,13 +175,18 @@ class NodeProbe:
         self.proof_rows = max(4, min(PROOF_ROWS, 2 * MAX_OUTPUTS // max(1, outputs)))
         return [name for name in self.nodes if calls[name] == 0]
 
-    def trace_nodes(self, sources: Sequence[str], scales: Sequence[float] = (1.0,)) -> dict[ProbePoint, NodeTrace]:
-        """Find which node of each source layer is behind each element of every probe point.
+    def trace_nodes(
+        self, sources: Sequence[str], scales: Sequence[float] = (1.0,), watched: Mapping[str, nn.Module] | None = None
+    ) -> dict[ProbePoint, NodeTrace]:
+        """Find which node of each source layer is behind each element of every probe point, in forward order.
+
+        The inputs of `watched`, modules of heads, are probe points too.
 
         Nodes are told apart by the binary digits of their number: for each digit, the nodes where it is 1 change in
         one row, those where it is 0 in another. An element that depends on one node changes in exactly one of each two
         rows, and these rows spell the node's number.
         """
+        self._watched = watched or {}
         codes: dict[tuple[ProbePoint, str], tuple[Tensor, Tensor]] = {}
         digits = {name: max(1, (_count_nodes(self.nodes[name]) - 1).bit_length()) for name in sources}
         changes = [(name, digit, bit) for name in sources for digit in range(digits[name]) for bit in (1, 0)]
@@ -363,6 +369,14 @@ class NodeProbe:
             calls = count(1)
             return lambda module, args, kwargs: watch_input("excluded", f"{next(calls)} {name}")(module, args, kwargs)
 
+        def watch_head(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                tensor = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+                if tensor is not None and tensor.dim() and len(tensor) % rows == 0:
+                    record("head", name, tensor)
+
+            return hook
+
         def replace(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             def replaced(input: Tensor) -> Tensor:
                 layer_calls[name] = layer_calls.get(name, 0) + 1  # an excluded layer may run several times
@@ -411,6 +425,8 @@ class NodeProbe:
                 stack.enter_context(norm.register_forward_hook(pass_through, with_kwargs=True))
                 if scale is not None and type(norm).forward is _BatchNorm.forward:  # the hook returns its input
                     stack.enter_context(_replace_forward(norm, lambda input: input))
+            for name, module in self._watched.items():
+                stack.enter_context(module.register_forward_pre_hook(watch_head(name), with_kwargs=True))
             for name, module in self.excluded.items():
                 stack.enter_context(module.register_forward_pre_hook(watch_excluded(name), with_kwargs=True))
                 if name not in self.replaced:

@@ -16,6 +16,7 @@ class Refusal:
     reason: str
     remedy: str = ""  # what to do about it, beside leaving modules out
     exclude: tuple[str, ...] = ()  # modules to leave out instead; none: that would not help
+    is_consequence: bool = False  # it is refused only because another layer was
 
 
 class NodeGraphError(ValueError):

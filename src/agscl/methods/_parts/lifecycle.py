@@ -476,6 +476,7 @@ class Method:
             head_tensors=names,
             probe=stored,
             changed_outputs=changed,
+            dtypes=self.knowledge.weight_dtypes,
             **claims,
         )
 
