@@ -800,13 +800,22 @@ def budget_cost(result: Result) -> str:
 @made_from("atari8-short-cut-off")
 def atari_cut_off(result: Result) -> str:
     """The scores of all evaluations of a run that was cut off."""
-    lines = ["| method | learning | steps of it | scores of the games so far |", "|---|---|---|---|"]
+    lines = [
+        "| method | learning | steps of it | games in training | played greedily: all games so far |",
+        "|---|---|---|---|---|",
+    ]
+
+    def format_score(score: float) -> str:
+        return f"{score:,.0f}" if abs(score) >= 100 else f"{score:.3g}"
+
     for name, run in result["methods"].items():
         for one in run["evaluations"]:
             games = [each["name"] for each in run["evaluations"] if each["task"] <= one["task"]]
             scores = zip(dict.fromkeys(games), one["scores"], strict=True)
-            shown = ", ".join(f"{game} {score:.4g}" for game, score in scores)
-            lines.append(f"| {_title(name)} | {one['name']} | {one['steps']:,} | {shown} |")
+            shown = ", ".join(f"{game} {format_score(score)}" for game, score in scores)
+            trained = {(each["task"], each["steps"]): each["score"] for each in run["training"]}
+            score = format_score(trained[one["task"], one["steps"]])
+            lines.append(f"| {_title(name)} | {one['name']} | {one['steps']:,} | {score} | {shown} |")
     return "\n".join([*lines, "", f"{result['note']} {source(result)}"])
 
 

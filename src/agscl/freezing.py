@@ -30,9 +30,9 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from agscl.digests import describe_conversion, read_row_bytes
 from agscl.methods._parts.batchnorm import ChannelFreezer, StatisticsFreezer, find_batchnorms
+from agscl.methods._parts.ddp_and_compile import unwrap_model
 from agscl.methods._parts.frozen_by_hand import frozen_by_hand
 from agscl.methods._parts.lifecycle import warn_user
-from agscl.methods._parts.wrapped_models import unwrap_model
 from agscl.system.describe import describe_value
 from agscl.system.files import write_atomically
 

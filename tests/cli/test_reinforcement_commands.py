@@ -22,6 +22,7 @@ from agscl.reinforcement import PPOConfig
 from agscl.runs import Run, WrongOptions, read_result
 from agscl.runs.events import read_events
 from commands import start_training
+from run_files import edit_json
 
 QUICK = {"steps": 512, "environments": 4, "rollout": 16, "epochs": 1, "minibatches": 4, "evaluations": 2}
 QUICK |= {"evaluation_episodes": 2, "evaluation_limit": 20}
@@ -192,6 +193,8 @@ def test_play_is_recorded_for_every_task_or_for_one(capsys):
     assert main(["play", "quick", "--out", "cart.gif"]) == 2
     assert main(["play", "quick", "--task", "Pong"]) == 2
     assert "It has: Acrobot-v1, CartPole-v1, FrozenLake-v1" in capsys.readouterr().err
+    edit_json(Path("runs/quick/config.json"), lambda config: config.update(device="cuda:77"))
+    assert main(["play", "quick", "--task", "CartPole-v1"]) == 0, "an agent trained on a GPU plays on any machine"
 
 
 def test_a_run_on_data_has_nothing_to_play(capsys):

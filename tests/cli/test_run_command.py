@@ -314,7 +314,9 @@ def test_a_run_started_on_a_device_this_machine_lacks_is_not_resumed(tmp_path, c
     (tmp_path / "a" / "result.json").unlink()
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(device="cuda:77"))
     assert main(["run", "--resume", "a", "--runs", str(tmp_path)]) == 2
-    assert "device 'cuda:77' is not available on this machine" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "device 'cuda:77' is not available on this machine" in message
+    assert "This run was started on that device: resume it on a machine that has one" in message
 
 
 def test_the_meta_device_is_wrong_use(tmp_path, capsys):

@@ -149,7 +149,7 @@ def _run_here(
     from agscl.cli.console import print_line
     from agscl.cli.progress import RunProgress
     from agscl.cli.tables import print_run_summary
-    from agscl.experiments.config import choose_threads
+    from agscl.experiments.environment import choose_threads
     from agscl.experiments.run import Interrupted, execute_run
     from agscl.runs import Run, is_finished, read_result
     from agscl.runs.loggers import Loggers
@@ -216,8 +216,12 @@ def _load_config(folder: Path) -> RunConfig:
     from agscl.runs import Run
 
     config = RunConfig.from_dict(Run(folder).read_config() or {})
-    with value_errors_as_usage_errors():
+    try:
         check_device(config.device)
+    except ValueError as error:
+        raise UsageError(
+            f"{error}. This run was started on that device: resume it on a machine that has one"
+        ) from error
     return config
 
 

@@ -132,8 +132,3 @@ def get_fast_settings(device: str, preset: str) -> dict[str, Any]:
         fast = {"precision": "bf16", "channels_last": True, "compile": True}
     known = {field.name for field in fields(get_preset(preset).training)}
     return {name: value for name, value in fast.items() if name in known}
-
-
-def choose_threads(config: RunConfig) -> int | None:
-    """How many CPU threads a run uses; None: torch's default."""
-    return PRESETS[config.preset].threads or (1 if config.device.startswith("cuda") else None)

@@ -14,8 +14,15 @@ from typing import Any
 import torch
 
 from agscl import __version__
+from agscl.experiments.config import RunConfig
+from agscl.experiments.presets import PRESETS
 from agscl.runs import DifferentConfig, Run, RunError
 from agscl.runs.folder import read_checked_json
+
+
+def choose_threads(config: RunConfig) -> int | None:
+    """How many CPU threads a run uses; None: torch's default."""
+    return PRESETS[config.preset].threads or (1 if config.device.startswith("cuda") else None)
 
 
 def record_environment(run: Run, threads: int | None, processes: int = 1) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from agscl.experiments.build import build_trainer, load_tasks
-from agscl.experiments.config import RunConfig
+from agscl.experiments.config import RunConfig, check_device
 from agscl.reinforcement import PPOConfig
 from agscl.reinforcement.trainer import ReinforcementTrainer
 from agscl.runs import Run, RunError, WrongOptions
@@ -15,6 +16,10 @@ def load_agent(folder: Path) -> ReinforcementTrainer:
     """A trainer with the agent of the method that was trained last; it is only meant to play."""
     run = Run(folder)
     config = RunConfig.from_dict(run.read_config() or {})
+    try:
+        check_device(config.device)
+    except ValueError:  # it was trained on another machine
+        config = replace(config, device="cpu")
     if not isinstance(config.training, PPOConfig):
         raise WrongOptions(f"{folder} is a run on data, so there is nothing to play: choose one of agents")
     state = run.load_checkpoint()

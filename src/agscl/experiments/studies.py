@@ -106,7 +106,7 @@ def plan_study(
     changes_for = {method: {**changes, **(settings or {}).get(method, {})} for method in list_methods(study)}
 
     def get_usual_settings(method: str) -> dict[str, Any]:
-        """All settings of a method without the study."""
+        """All settings of a method where a study changes none."""
         changed = configure(preset, method=method, **changes_for[method]).settings
         return vars(get_entry(method).method_class.Config(**changed)) if get_entry(method).settings else {}
 

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from agscl.integrations._attach import begin_or_continue, check_method, check_model, follow_optimizers
+from agscl.methods._parts.ddp_and_compile import find_ddp_parameters
 from agscl.methods._parts.lifecycle import Forward, Method
-from agscl.methods._parts.wrapped_models import find_ddp_parameters
 
 __all__ = ["LightningCallback"]
 

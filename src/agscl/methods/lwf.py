@@ -81,7 +81,7 @@ class LwFPlan(Plan):
             self._features = (args[0], output) if args else None
 
     def pop_features(self, x: Any) -> Any:
-        """The trunk's features of `x`: those of the forward pass that has just run on it, or else of a new one."""
+        """The trunk's features of `x`, for old heads: those of the pass that has just run on it, or of a new one."""
         remembered, self._features = self._features, None
         assert isinstance(self.method.model, MultiHead)
         features = remembered[1] if remembered and remembered[0] is x else self.method.model.trunk(x)

@@ -194,7 +194,7 @@ class Trainer:
             return loss if adds_nothing else loss + self.method.loss(x, output)
 
     def to_memory_format(self, x: Tensor) -> Tensor:
-        """Images as channels last, if configured."""
+        """A batch of images as channels last, if training is configured so."""
         channels_last = self.config.channels_last and x.dim() == 4
         return x.contiguous(memory_format=torch.channels_last) if channels_last else x
 
@@ -277,7 +277,7 @@ class Trainer:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one input, as the network reads it."""
+        """Of one input of the tasks being trained on, as the network reads it."""
         first = self.tasks[0]
         return tuple(first.prepare_inputs(first.train_x[:1]).shape[1:])
 
@@ -289,7 +289,7 @@ class Trainer:
         return position
 
     def extra_results(self) -> dict[str, Any]:
-        """What a result holds beside what every trainer has."""
+        """What a result of this trainer holds beside what one of agents has, too."""
         return {}
 
     @property

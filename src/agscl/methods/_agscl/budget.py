@@ -14,13 +14,11 @@ from agscl.graph.nodes import NodeGraph
 __all__ = [
     "BUDGET_FORMULA",
     "BUDGET_RULE",
-    "PRUNINGS",
     "Budget",
     "check_budget",
     "count_kept",
     "count_tasks_left",
     "is_budget",
-    "pruned_share_at",
 ]
 
 Budget = int | float
@@ -29,8 +27,6 @@ BUDGET_FORMULA: tuple[str, ...] = (
     "k = ⌈budget · free nodes⌉, or ⌈free nodes / tasks left⌉ where budget is a number of tasks",
     "after it: Ω ← ηΩ + mean ReLU activation; a node with Ω > 0 is important",
 )
-PRUNINGS = 4
-"""How often a task is pruned."""
 BUDGET_RULE = "a share of each layer's free nodes (above 0, at most 1.0) or a whole number of tasks (1 or more)"
 
 
@@ -55,16 +51,6 @@ def count_tasks_left(free: int, budget: Budget, learned: int) -> int:
         free -= count_kept(free, budget, learned + tasks)
         tasks += 1
     return tasks
-
-
-def pruned_share_at(progress: float, first: float, last: float) -> float:
-    """Of the nodes that must go, the share that is gone at this point of the task: a cubic curve, in steps.
-
-    `progress`, and the shares of the task at which it is `first` and `last` pruned, run from 0 to 1.
-    """
-    spacing = (last - first) / (PRUNINGS - 1)
-    done = min(PRUNINGS, max(0, math.floor((progress - first) / spacing + 1e-9) + 1))
-    return 1 - (1 - done / PRUNINGS) ** 3
 
 
 def check_budget(graph: NodeGraph, budget: Budget | None) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
-from agscl.methods._agscl.budget import Budget, count_kept, pruned_share_at
+from agscl.methods._agscl.budget import Budget, count_kept
 from agscl.system.bitwise import as_bits, mask_bits_, uses_bits
 from agscl.system.sums import sum_dtype
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NodePruner", "measure_sizes"]
 
+PRUNINGS = 4
+"""How often a task is pruned."""
 PRUNING_SPAN = (0.3, 0.7)
 """The shares of a task at which it is first and last pruned."""
 MIN_EPOCHS = 10
@@ -243,3 +245,13 @@ def measure_sizes(graph: NodeGraph, head: nn.Module) -> Tensor:
 
 def _square(weight: Tensor) -> Tensor:
     return weight.detach().to(sum_dtype(weight.device)).square()
+
+
+def pruned_share_at(progress: float, first: float, last: float) -> float:
+    """Of the nodes that must go, the share that is gone at this point of the task: a cubic curve, in steps.
+
+    `progress`, and the shares of the task at which it is `first` and `last` pruned, run from 0 to 1.
+    """
+    spacing = (last - first) / (PRUNINGS - 1)
+    done = min(PRUNINGS, max(0, math.floor((progress - first) / spacing + 1e-9) + 1))
+    return 1 - (1 - done / PRUNINGS) ** 3

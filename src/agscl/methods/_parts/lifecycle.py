@@ -28,11 +28,7 @@ from agscl.heads import HeadPlace, Heads
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
 from agscl.methods._parts.batches import Batches, explain_batch_errors
-from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
-from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
-from agscl.methods._parts.search_axis import SearchAxis
-from agscl.methods._parts.wrapped_models import (
+from agscl.methods._parts.ddp_and_compile import (
     contains_compiled,
     find_ddp_parameters,
     list_modules,
@@ -40,6 +36,10 @@ from agscl.methods._parts.wrapped_models import (
     refuse_sharded,
     unwrap_model,
 )
+from agscl.methods._parts.hooks import StepHooks
+from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
+from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
+from agscl.methods._parts.search_axis import SearchAxis
 from agscl.system.describe import describe_value
 from agscl.system.distributed import is_distributed
 

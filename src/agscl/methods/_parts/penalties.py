@@ -152,7 +152,7 @@ class WeightPlan(Plan):
         return sizes, [p.requires_grad for p in self._watched]
 
     def rebuild_if_changed(self) -> None:
-        """Build again if the loop has changed which weights the optimizers train."""
+        """Build the penalties' tensors again if the loop has changed which weights the optimizers train."""
         if self._list_trained() != self._trained:
             self.build()
 
