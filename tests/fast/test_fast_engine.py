@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agscl import EWC, HAT, SI, WSN, PackNet, Together
+from agscl import AGSCL, EWC, HAT, SI, WSN, PackNet, Together
 from agscl.experiments.methods import METHODS
 from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.cuda_graphs import GraphRunner
@@ -26,6 +26,7 @@ from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.runs.checkpoints import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import CompileFailed, PlainEngine, Trainer, TrainingConfig, TrainingFailed
+from agscl.training.engine import uses_cuda_graphs
 from replayed_graphs import EagerEngine, ReplayingEngine, use_forms_for_a_gpu
 from small_networks import LayerByLayer
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
@@ -232,6 +233,14 @@ def test_the_configuration_decides_which_engine_runs(monkeypatch):
     assert kind() is kind(engine="plain") is PlainEngine
     assert kind(engine="captured") is kind(engine="captured", compile=True) is GraphEngine
     assert kind(compile=True) is CompiledEngine
+
+
+@pytest.mark.parametrize(("kind", "epochs", "captured"), [(AGSCL, 9, False), (AGSCL, 10, True), (PaperAGSCL, 1, True)])
+def test_on_a_gpu_tasks_that_are_pruned_between_steps_are_not_captured(kind, epochs, captured):
+    model = MultiHead(nn.Sequential(nn.Linear(8, 24), nn.ReLU()))
+    gpu = SimpleNamespace(config=replace(QUICK, epochs=epochs), device=torch.device("cuda"), capturable=True)
+    for gpu.method in (kind(model, TASKS[0].train_x[:2]), Together(kind(model, TASKS[0].train_x[:2]), EWC(model))):
+        assert uses_cuda_graphs(gpu) is captured
 
 
 @pytest.mark.parametrize("piece", ["cuda_graphs", "split_adam", "own_convolutions", "fused_layers"])

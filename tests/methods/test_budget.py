@@ -125,6 +125,26 @@ def test_a_number_of_tasks_shares_the_nodes_evenly_among_them(nodes, tasks):
 
 
 @quiet
+def test_a_score_of_ones_own_may_be_anything_below_zero_too(monkeypatch):
+    method, optimizer = build()
+    monkeypatch.setattr(node_pruner.NodePruner, "_score_groups", lambda pruner, sizes: sizes - 100.0)
+    train(method, optimizer, 0, 200, end=False, told={"epochs": 5, "steps_per_epoch": 40}, epoch=40)
+    assert int(method.plan.pruner.pruned.sum()) == 48  # of 64: each layer of 32 keeps 8
+
+
+def test_one_epoch_of_captured_steps_prunes_at_its_end_no_more_than_a_task_that_ends_early_and_says_so():
+    method, optimizer = build()
+
+    def capture(step):
+        method.plan.schedule.captured = True  # from now on steps count nothing
+
+    told = {"epochs": 1, "steps_per_epoch": 100}
+    with pytest.warns(SelfCheckWarning, match="at the very end"):
+        train(method, optimizer, 0, 100, told=told, epoch=100, after_step=capture)
+    assert int((method.knowledge.first_task == 0).sum()) > 16
+
+
+@quiet
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adamw"])
 def test_pruned_nodes_are_exactly_zero_after_every_step_until_the_task_ends(optimizer, form):
     torch.manual_seed(0)

@@ -151,6 +151,16 @@ def test_saved_in_the_middle_of_a_task_with_two_optimizers_it_continues_bit_iden
     assert same(run(None), run(6))
 
 
+@pytest.mark.parametrize("cls", [AGSCL, EWC])
+def test_a_state_saved_within_a_task_of_two_optimizers_is_not_loaded_with_one(cls):
+    model = build()
+    method = make(cls, model)
+    learn_with(method, split(model), 0, end=False)
+    other = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="a task that has 2 optimizers, and 1 are given"):
+        make(cls, other).load_state_dict(method.state_dict(), adam(other))
+
+
 def test_saved_after_a_step_of_the_second_optimizer_alone_its_weights_still_get_their_proximal_step():
     results = []
     for resumed in (False, True):

@@ -28,7 +28,7 @@ from agscl.methods._agscl.certificate import certify_nodes
 from agscl.methods._agscl.changed_groups import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
 from agscl.methods._agscl.layer_scaling import ByLayer, find_less_active, scale_penalties
 from agscl.methods._agscl.learning_rates import LayerRates, select_rates
-from agscl.methods._agscl.node_pruner import NodePruner
+from agscl.methods._agscl.node_pruner import MIN_EPOCHS, NodePruner
 from agscl.methods._agscl.node_views import NodeViewMethod
 from agscl.methods._agscl.proximal import norm_gradients, pull, shrink
 from agscl.methods._agscl.proximal_schedule import Every, ProximalSchedule
@@ -103,7 +103,7 @@ class AGSCLKnowledge(TrunkBufferKnowledge):
         "initial_weights": "start",
     }
     omega: Tensor = field(default_factory=lambda: torch.empty(0))  # Ω (groups,)
-    first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # (groups,) or NEVER
+    first_task: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # to use each, or NEVER
     anchors: list[Tensor] = field(default_factory=list)  # rows of the important groups, in the order of `Rows`
     initial_weights: list[Tensor] = field(default_factory=list)  # with reinit_from="start"
     fresh_groups: str = ""  # the groups that got fresh weights in the last end_task, packed: for the report
@@ -130,16 +130,16 @@ class AGSCLPlan(NodePlan):
         rates = LayerRates(self.graph, self.optimizers)
         self.main_optimizer = rates.main
         self.schedule = ProximalSchedule(rates, self.method.config.prox_every, self.steps_per_epoch)
-        self.norms = NodeNormFreezer(self.graph, ~self.method.knowledge.free)
+        self.norms = NodeNormFreezer(self.graph, ~self.method.knowledge.free)  # of important nodes' BatchNorm
         self.start_norm = 0.0  # the smallest norm of a free group as the task began, for the checks
         self.start_rows: list[Tensor] = []  # with prox=False, all rows as the task began
         self.pruner = NodePruner(self, self.method.config.budget)
 
     def build(self) -> None:
         config, knowledge, free = self.method.config, self.method.knowledge, self.method.free
-        rows = make_rows if config.prox else Rows
-        self.free_rows, self.important_rows = rows(self.graph, free), rows(self.graph, ~free)
-        if self.method.zero_rule == "earlier_tasks":  # what they read of free nodes is trained
+        row_kind = make_rows if config.prox else Rows  # `add_penalty` needs a tensor for each parameter
+        self.free_rows, self.important_rows = row_kind(self.graph, free), row_kind(self.graph, ~free)
+        if self.method.zero_rule == "earlier_tasks":  # what important rows read of free nodes is trained
             self.important_rows.skip_inputs_from(self.graph, free)
         self.anchors = self.important_rows.flatten_rows(knowledge.anchors)
         mu_factors, omega = scale_penalties(self.graph, knowledge.omega, free, config.by_layer)
@@ -184,17 +184,17 @@ class AGSCLPlan(NodePlan):
         share = self.schedule.count_step(optimizer, skipped)
         if share is not None:
             self._run_proximal_step(share)
-        elif self.method.config.prox_every != "epoch":
+        elif self.method.config.prox_every != "epoch":  # not due yet, or another optimizer stepped
             self._restore_frozen()
         self.pruner.zero_pruned_()
-        self.pruner.end_step()
+        self.pruner.prune_after_step()
 
     def end_epoch(self) -> None:
         checks.check_epoch(self)
         if (share := self.schedule.end_epoch()) is not None:
             self._run_proximal_step(share)
         self._restore_frozen()
-        self.pruner.end_epoch()
+        self.pruner.prune_after_epoch()
 
     def end_steps(self) -> None:
         """The proximal step for the steps since the last one, when the task ends, and what is left to prune."""
@@ -202,13 +202,13 @@ class AGSCLPlan(NodePlan):
         if (share := self.schedule.end_task()) is not None:
             self._run_proximal_step(share)
         self._restore_frozen()
-        self.pruner.end_task()
+        self.pruner.prune_rest()
 
     @torch.no_grad()
     def _run_proximal_step(self, share: float | Tensor) -> None:
         """(5) in the closed form of (7), with `share` of an epoch's thresholds."""
         config, free, important = self.method.config, self.free_rows, self.important_rows
-        alpha = self.schedule.start_step(share)
+        alpha = self.schedule.begin_proximal_step(share)
         if len(free) and config.mu and config.prox:  # (7), first line: exactly 0 where ‖θ‖ ≤ αμ
             thresholds = select_rates(alpha, free) * self.mu_factors * (config.mu * share)
             free.scatter_(shrink(free.gather(), thresholds, free.members))
@@ -246,7 +246,8 @@ class AGSCL(NodeViewMethod):
     plan: AGSCLPlan | None
     needs = frozenset({"end_epoch"})
     prunes_in_place = True
-    paper: ClassVar[Mapping[str, Any]] = {
+    min_captured_epochs = MIN_EPOCHS
+    paper: ClassVar[Mapping[str, Any]] = {  # as the authors' code for the paper's tables, with λ, μ and ρ from these
         "budget": None,
         "prox_every": "epoch",
         "zero_init": "while_free",
@@ -330,8 +331,7 @@ class AGSCL(NodeViewMethod):
 
     def memory(self) -> dict[str, int]:
         """As `Method.memory`, with the certificate's `digests` in bytes."""
-        counts, digests = super().memory(), self.knowledge.digests
-        size = 0 if digests is None else digests.bytes
+        counts, size = super().memory(), 0 if self.knowledge.digests is None else self.knowledge.digests.bytes
         return {**counts, "digests": size, "bytes": counts["bytes"] + size}
 
     @classmethod

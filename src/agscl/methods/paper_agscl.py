@@ -52,4 +52,5 @@ class PaperAGSCL(AGSCL):
         SearchAxis("rho", values=(0.1, 0.2, 0.3, 0.4, 0.5)),
     )
     Config = PaperAGSCLConfig
+    min_captured_epochs = 1
     paper: ClassVar[Mapping[str, Any]] = {"zero_init": "while_free", "importance_mode": "train"}

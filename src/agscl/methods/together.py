@@ -49,6 +49,7 @@ class Together(Method):
             sorted(methods, key=lambda m: (isinstance(m, WeightMethod), type(m).__name__, repr(m))),
         )
         self.knowledge = self.methods[0].knowledge  # tasks and digests of heads, the same for all
+        self.min_captured_epochs = max(method.min_captured_epochs for method in self.methods)
 
     @property
     def task(self) -> str | None:

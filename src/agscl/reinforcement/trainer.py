@@ -311,7 +311,8 @@ class ReinforcementTrainer:
 
     @property
     def _captures(self) -> bool:
-        automatic = self.config.engine == "auto" and self.device.type == "cuda" and self.method.capturable
+        enough = self.config.iterations * self.config.epochs >= self.method.min_captured_epochs
+        automatic = self.config.engine == "auto" and self.device.type == "cuda" and self.method.capturable and enough
         return automatic or self.config.engine == "captured"
 
     def _make_optimizer(self) -> Adam:

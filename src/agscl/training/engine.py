@@ -174,17 +174,19 @@ def make_engine(trainer: Trainer) -> Engine:
                 "compile and engine='captured' are for one process: with torchrun leave them and --fast out"
             )
         return PlainEngine(trainer)
-    captured = _uses_cuda_graphs(trainer)
+    captured = uses_cuda_graphs(trainer)
     if not captured and not trainer.config.compile:
         return PlainEngine(trainer)
     engine: Engine = importlib.import_module("agscl.fast.engine").make_fast_engine(trainer, captured=captured)
     return engine
 
 
-def _uses_cuda_graphs(trainer: Trainer) -> bool:
+def uses_cuda_graphs(trainer: Trainer) -> bool:
+    """Whether the trainer's steps are captured, as its configuration, method and device have it."""
     capturable = trainer.capturable and trainer.method.capturable
     if trainer.config.engine == "captured" and not capturable:
         culprit = type(trainer).__name__ if trainer.method.capturable else repr(trainer.method)
         raise ValueError(f"steps of {culprit} cannot be captured as CUDA graphs: use engine='plain'")
+    capturable = capturable and trainer.config.epochs >= trainer.method.min_captured_epochs
     automatic = trainer.config.engine == "auto" and trainer.device.type == "cuda" and capturable
     return trainer.config.engine == "captured" or automatic

@@ -33,7 +33,7 @@ PRUNINGS = 4
 PRUNING_SPAN = (0.3, 0.7)
 """The shares of a task at which it is first and last pruned."""
 MIN_EPOCHS = 10
-"""Tasks of fewer epochs are pruned between steps, others at the ends of epochs."""
+"""Tasks of fewer epochs are pruned between steps too, but where steps are captured; others at the ends of epochs."""
 KEPT_AT_END = 0.75
 """When a task ends before all its prunings, a layer keeps at least this share of the nodes it then has: nothing can
 make up for those that go."""
@@ -121,7 +121,7 @@ class NodePruner:
         # a gradient that overflowed makes no step
         self.saliency.index_add_(0, rows.groups, changes.abs().nan_to_num(0.0, 0.0, 0.0))
 
-    def end_step(self) -> None:
+    def prune_after_step(self) -> None:
         """Prune after a step, if it is time: in a task of few epochs, or of a number that was not told."""
         plan, steps = self.plan, self.plan.steps
         if not self.quotas or plan.schedule.captured or (plan.epochs or 0) >= MIN_EPOCHS:
@@ -137,15 +137,17 @@ class NodePruner:
         elif steps >= FIRST_PRUNING_STEP and steps & (steps - 1) == 0:  # each time the task has become twice as long
             self.prune_(1 - FIRST_PRUNING_STEP / (2 * steps))
 
-    def end_epoch(self) -> None:
+    def prune_after_epoch(self) -> None:
         """Prune after an epoch, if it is time."""
         self.epoch += 1
         if self.plan.epochs:
             length = self.plan.epochs * self.plan.method.knowledge.last_task_share
+            if self.plan.schedule.captured and self.epoch >= length:  # no step is left: `prune_rest` does it gently
+                return
             steps_per_epoch = self.plan.schedule.steps_per_epoch or 0
             self.prune_(pruned_share_at(self.epoch / length, *PRUNING_SPAN), (length - self.epoch) * steps_per_epoch)
 
-    def end_task(self) -> None:
+    def prune_rest(self) -> None:
         """Prune what is left to prune, as far as may be. The loop may have gone back to weights before a pruning."""
         plan, knowledge = self.plan, self.plan.method.knowledge
         self.revived = self._count_revived()
@@ -171,23 +173,28 @@ class NodePruner:
         return int((sizes[self.pruned] > 0).sum()) if sizes[self.pruned].sum() > REVIVED_SHARE * kept.sum() else 0
 
     def prune_(self, share: float, steps_left: float = 0) -> None:
-        """Prune groups until this share of what each layer has above its budget is gone."""
+        """Prune groups until this share of what each layer has above its budget is gone; the largest share asked for
+        counts, so steps and ends of epochs may both ask."""
         if self.quotas and share > self.pruned_share:
             self.pruned_share = share
             counts = [len(groups) - round((len(groups) - kept) * share) for groups, kept in self.quotas]
             self._prune_lowest_(counts, scale=steps_left < RECOVERY_STEPS)
+
+    def _score_groups(self, sizes: Tensor) -> Tensor:
+        """(groups,) The lowest are pruned first. A score of 0 or less: the group does nothing now."""
+        return sizes * self.saliency if bool(self.saliency.any()) else sizes
 
     @torch.no_grad()
     def _prune_lowest_(self, counts: Sequence[int], *, scale: bool = True) -> None:
         """Keep so many groups of each layer: set those with the lowest scores to 0, and perhaps scale the others up."""
         head = self.plan.method.heads.get_head(self.plan.task, self.plan.method.tasks)
         sizes = measure_sizes(self.plan.graph, head)
-        scores = sizes * self.saliency if bool(self.saliency.any()) else sizes
+        scores = self._score_groups(sizes)
         sizes = torch.where(scores > 0, sizes, 0.0)
         self.saliency.zero_()
         factors = torch.ones_like(sizes)
         for (candidates, _), count in zip(self.quotas, counts, strict=True):
-            order = torch.where(self.pruned[candidates], -1.0, scores[candidates]).argsort(stable=True)
+            order = torch.where(self.pruned[candidates], -math.inf, scores[candidates]).argsort(stable=True)
             gone, kept = candidates[order].tensor_split([len(candidates) - count])
             self.pruned[gone] = True
             factors[kept] = (sizes[candidates].sum() / sizes[kept].sum()).nan_to_num(1.0, posinf=1.0).sqrt()

@@ -74,7 +74,7 @@ class ProximalSchedule:
             return None
         return 1.0 if self.once_an_epoch else self.counted_since / (self.steps_per_epoch or 1)
 
-    def start_step(self, share: Share) -> Share:
+    def begin_proximal_step(self, share: Share) -> Share:
         """Record that a proximal step runs; returns its rate α, one for all layers or (groups,)."""
         alpha = self.rates.per_group()
         self.rates.restart()

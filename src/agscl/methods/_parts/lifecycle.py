@@ -86,6 +86,8 @@ class Method:
     """Whether it decides which weights are free, and changes those: two such methods would undo each other's work."""
     prunes_in_place: ClassVar[bool] = False
     """Whether a step that a CUDA graph captured before a pruning does the right thing after it."""
+    min_captured_epochs: int = 1
+    """Tasks of fewer epochs are captured only if asked for: something is done between steps that graphs leave out."""
     search: ClassVar[tuple[SearchAxis, ...]] = ()
     """The settings that a search tries, one after the other."""
     paper: ClassVar[Mapping[str, Any]] = {}
@@ -323,6 +325,11 @@ class Method:
         plan = state["plan"]
         if plan is not None:
             self._check_optimizers(optimizers, call="load_state_dict(state, optimizer), within a task")
+            if len(optimizers) != (count := len(state["knowledge"]["parameter_order"])):
+                raise ValueError(
+                    f"The state was saved within a task that has {count} optimizers, and {len(optimizers)} are given: "
+                    "give load_state_dict the same ones, in the same order."
+                )
         current, stored = asdict(self.config), state["settings"]
         if changed := [key for key in current if stored.get(key, current[key]) != current[key]]:
             changes = ", ".join(f"{key} {stored[key]!r} → {current[key]!r}" for key in changed)
