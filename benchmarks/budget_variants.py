@@ -2,7 +2,9 @@
 
 AGSCL_DATA=FOLDER python benchmarks/budget_variants.py --device cuda --jobs 15     # results/budget_variants.json
 AGSCL_DATA=FOLDER python benchmarks/budget_variants.py --only default "always scaled" --seeds 4 --deadline 500
-python benchmarks/budget_variants.py --preset digits --epochs 10 --device cpu --only default "copied nodes" --out FILE
+python benchmarks/budget_variants.py --preset digits --epochs 10 --device cpu --only default "score: size alone" --out F
+python benchmarks/budget_variants.py --preset atari8-short --only default "old inputs from 0" --out FILE \\
+    --changes '{"task_options": {"games": "star_gunner,boxing"}, "evaluations": 2, "evaluation_limit": 4500}'
 
 Each variant changes the library within a process of its own. Seeds begin at 1000, which no table shows. Runs that are
 in --out already are not repeated.
@@ -25,11 +27,14 @@ from typing import Any
 
 import torch
 from measured import record
+from torch import Tensor
 
 from agscl.experiments.build import HOLD_OUT
 from agscl.experiments.config import configure, get_fast_settings
 from agscl.experiments.run import execute_run
 from agscl.experiments.search import SEED
+from agscl.graph.nodes import NodeGraph
+from agscl.methods import agscl
 from agscl.methods._agscl import node_pruner
 from agscl.runs import Run
 
@@ -75,6 +80,25 @@ def favour_early_layers(ratio: float) -> None:
     node_pruner.NodePruner.__init__ = init  # type: ignore[method-assign]
 
 
+def start_without_old_inputs() -> None:
+    """Fresh nodes read those of earlier tasks with weights that start at 0."""
+    renew = agscl.reinitialise_
+
+    @torch.no_grad()
+    def reinitialise(graph: NodeGraph, chosen: Tensor, *others: Any) -> str:
+        packed = renew(graph, chosen, *others)
+        for name, layer in graph.layers.items():
+            if name not in graph.readers:
+                continue
+            weight, sources = layer.module.weight, graph.readers[name].source_groups()
+            old = ((sources >= 0) & ~chosen[sources.clamp(min=0)]).to(weight.device)
+            fresh = chosen[layer.groups].view(-1, *[1] * (weight.dim() - 1)).to(weight.device)
+            weight.masked_fill_(fresh & old, 0.0)
+        return packed
+
+    agscl.reinitialise_ = reinitialise
+
+
 def favour_first_task(weight: float) -> None:
     """With a number of tasks as budget: the first takes this many times what the others take."""
 
@@ -96,6 +120,7 @@ VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
     "pruned at 40 to 80 %": (partial(prune_between, 0.4, 0.8), {}),
     **{f"share {share}": (None, {"budget": share}) for share in (0.15, 0.2, 0.3, 0.35)},
     "larger shares in early layers": (partial(favour_early_layers, 0.625), {}),
+    "old inputs from 0": (start_without_old_inputs, {}),
     "ten tasks": (None, {"budget": 10}),
     "ten tasks, the first larger": (partial(favour_first_task, 2.5), {"budget": 10}),
     "rival: PackNet 0.9": (None, {"method": "packnet", "share": 0.9}),
@@ -109,14 +134,12 @@ VARIANTS: dict[str, tuple[Change | None, dict[str, Any]]] = {
 }
 
 
-def run_variant(name: str, seed: int, preset: str, device: str, epochs: int | None) -> dict[str, Any]:
+def run_variant(name: str, seed: int, preset: str, device: str, changes: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     change, settings = VARIANTS[name]
     if change is not None:
         change()
-    options = {"method": "agscl", **get_fast_settings(device, preset), **settings}
-    if epochs is not None:
-        options["epochs"] = epochs
+    options = {"method": "agscl", **get_fast_settings(device, preset), **changes, **settings}
     config = configure(preset, seed=seed, device=device, reference=False, hold_out=HOLD_OUT, **options)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run") as run:
@@ -157,12 +180,12 @@ def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return dict(sorted(rows.items(), key=lambda row: -row[1]["valid_accuracy"]))
 
 
-def load_runs(path: Path, preset: str, epochs: int | None) -> list[dict[str, Any]]:
+def load_runs(path: Path, preset: str, changes: dict[str, Any]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     stored = json.loads(path.read_text())
-    if (stored["preset"], stored["epochs"]) != (preset, epochs):
-        raise SystemExit(f"{path} holds runs of {stored['preset']}, epochs {stored['epochs']}: name another --out")
+    if (stored["preset"], stored["changes"]) != (preset, changes):
+        raise SystemExit(f"{path} holds runs of {stored['preset']} with {stored['changes']}: name another --out")
     return [run for run in stored["runs"] if "failed" not in run]
 
 
@@ -183,14 +206,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=None, help="per task (default: the preset's)")
+    parser.add_argument("--changes", default="{}", help="other settings of all runs as JSON, e.g. of training")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--deadline", type=float, default=1e6, help="seconds after which no more is waited for")
     parser.add_argument("--out", type=Path, default=Path("results/budget_variants.json"))
     arguments = parser.parse_args()
-    runs = load_runs(arguments.out, arguments.preset, arguments.epochs)
+    changes = json.loads(arguments.changes) | ({} if arguments.epochs is None else {"epochs": arguments.epochs})
+    runs = load_runs(arguments.out, arguments.preset, changes)
     done = {(run["variant"], run["seed"]) for run in runs}
     work = [
-        (name, seed, arguments.preset, arguments.device, arguments.epochs)
+        (name, seed, arguments.preset, arguments.device, changes)
         for seed in range(SEED, SEED + arguments.seeds)
         for name in arguments.only
         if (name, seed) not in done
@@ -201,7 +226,7 @@ def main() -> None:
             found = run.get("failed") or f"{100 * run['valid_accuracy']:.1f} %"
             print(f"{run['variant']:30} seed {run['seed']}: {found}", flush=True)
     rows = summarize(runs)
-    record(arguments.out, {"preset": arguments.preset, "epochs": arguments.epochs, "variants": rows, "runs": runs})
+    record(arguments.out, {"preset": arguments.preset, "changes": changes, "variants": rows, "runs": runs})
     for name, row in rows.items():
         lead = f"{100 * row['lead']:+.1f}" if "lead" in row else ""
         print(f"{name:30} {row['seeds']} seeds  {100 * row['valid_accuracy']:.1f} %  {lead}")
