@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -117,8 +118,11 @@ def _build_trainers(config: RunConfig, sequence: AnySequence, state: dict[str, A
     remaining = [name for name in list_trained_methods(config) if name not in state["finished"]]
     for later in remaining[1:]:
         build_trainer(config, later, sequence)  # so that wrong options are reported before any training
-    for name in remaining:
-        trainer = build_trainer(config, name, sequence)
+    for number, name in enumerate(remaining):
+        with warnings.catch_warnings():
+            if number:
+                warnings.simplefilter("ignore")  # said when it was built above
+            trainer = build_trainer(config, name, sequence)
         if state["method"] == name:
             trainer.load_state_dict(state["trainer"])
         state["method"] = name

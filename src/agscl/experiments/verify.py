@@ -5,6 +5,7 @@ on the probe as a second check.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -263,7 +264,9 @@ def _compute_probe_outputs(
         batch = ProbeOutputs.draw_batch(probe.shape, seed).to(device)
         # Pretrained weights would be replaced at once, and a foreign config.json must not make us download anything.
         options = {name: value for name, value in config.network_options.items() if name != "weights"}
-        model, method = build_model(replace(config, network_options=options), config.method, batch[:2], device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when the run began
+            model, method = build_model(replace(config, network_options=options), config.method, batch[:2], device)
         for task, output in probe.outputs.items():
             model.add_head(task, list_outputs(config, output["shape"][1]))
         place_model(model, device, config.training).load_state_dict(trainer_state["model"])

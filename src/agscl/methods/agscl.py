@@ -86,6 +86,9 @@ class AGSCLConfig(Settings):
         super().__post_init__()
         checks.check_settings(self)
 
+    def find_unused(self) -> dict[str, str]:
+        return checks.find_unused_settings(self)
+
     @property
     def freezes(self) -> bool:
         """Whether important nodes never move again."""
