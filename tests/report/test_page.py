@@ -17,6 +17,7 @@ pytest.importorskip("vl_convert", reason="pages need the extra report: pip insta
 from agscl.certificate import Certificate
 from agscl.cli.main import main
 from agscl.experiments.run import certificate_path
+from agscl.experiments.studies import RHOS
 from agscl.report import NothingToShow, make_page, read_report, vega
 from agscl.report.page import MAX_BYTES, pack_text
 from agscl.report.read import add_provenance
@@ -450,6 +451,18 @@ def test_files_of_results_have_pages_too(name, without_pictures):
     assert report.problems == []
     assert len(read_data(page)["charts"]) >= 1
     assert "commit" in read_text(page) or report.kind == "study"
+
+
+def test_a_study_names_the_papers_form_as_everywhere_else_whatever_its_file_calls_it(tmp_path, without_pictures):
+    (study,) = read_report([HOME / "results" / "studies" / "digits-rho.json"]).studies
+    labels = [line["label"] for line in study["lines"]]
+    assert labels == ["fine-tuning", *[f"AGS-CL paper, ρ {rho:g}" for rho in RHOS], "MAS"]
+    for label in ("AGS-CL", "AGS-CL paper"):
+        line = {**study["lines"][1], "label": label}
+        (tmp_path / "prox.json").write_text(json.dumps({**study, "study": "prox", "lines": [line]}))
+        page = read_text(make_page(read_report([tmp_path])))
+        assert "studies of the parts of AGS-CL in its paper's form" in page
+        assert re.search(r"average accuracy, % .* AGS-CL paper ", page)
 
 
 def test_agents_have_a_curve_for_each_game_with_the_time_it_was_learned(tmp_path, without_pictures):
