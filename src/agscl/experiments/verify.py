@@ -51,9 +51,12 @@ def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
     if config.method == "joint":
         raise RunError(f"{folder} is a run of joint, which trains every head on every task, so nothing is certified")
     state = run.load_checkpoint()
+    if state is not None:
+        _check_config(folder, config, state)
+    if lost := _describe_lost_checkpoint(folder, run, config, state):
+        return Verdict(False, [f"FAILED: {lost}"])  # everything else would differ from the checkpoint before it
     if state is None:
-        raise RunError(f"{folder} has no intact checkpoint, so there are no weights to check")
-    _check_config(folder, config, state)
+        raise RunError(f"{folder} has no checkpoint yet, so there are no weights to check")
     trainer_state = state["trainer"]
     learned = trainer_state["task"] if state["method"] == config.method else 0
     if not learned:
@@ -98,6 +101,22 @@ def _check_config(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> 
             f"{folder}/config.json and {folder}/checkpoints are of different runs ({'; '.join(changed)}, where there "
             "is the checkpoint and here config.json), so nothing can be checked"
         )
+
+
+def _describe_lost_checkpoint(folder: Path, run: Run, config: RunConfig, state: Mapping[str, Any] | None) -> str | None:
+    """What is wrong with the newest checkpoint, and what to do; `state` is what was loaded in its place."""
+    if damaged := run.checkpoints.damaged:
+        number, reason = max(damaged.items())
+        problem = f"checkpoint {number} is damaged ({reason})"
+    elif is_finished(folder) and (state is None or config.method not in state["finished"]):
+        problem = "the last checkpoint is missing"
+    else:
+        return None
+    first = f"remove {folder}/result.json, then " if is_finished(folder) else ""
+    return (
+        f"{problem}, so the weights of {folder} cannot be checked. Restore it from a copy, or train what is lost "
+        f"again: {first}{write_resume_command(folder)}"
+    )
 
 
 def _check_chain(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
