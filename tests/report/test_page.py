@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from agscl.experiments.run import certificate_path
 from agscl.experiments.studies import RHOS
 from agscl.report import NothingToShow, make_page, read_report, vega
 from agscl.report.page import MAX_BYTES, pack_text
-from agscl.report.read import add_provenance
+from agscl.report.read import add_provenance, read_run
 from agscl.report.tables import list_rows
 from agscl.report.words import judge
 from agscl.runs.folder import read_result
@@ -408,6 +409,23 @@ def test_the_command_writes_the_page_figures_and_numbers(digits, tmp_path, capsy
     assert {"average.svg", "average.png", "matrix-1.svg", "nodes.svg", "nodes.png", "moved.png"} <= names
     assert (tmp_path / "figures" / "nodes.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "csv" / "accuracies.csv").read_text().startswith("method,seed,after,task,name,accuracy\n")
+
+
+def test_every_csv_file_names_the_method_and_the_seed_of_its_rows(digits, tmp_path):
+    for name, change in {"a": {}, "b": {"budget": 0.5, "seed": 7}}.items():
+        shutil.copytree(digits, tmp_path / name)
+        (tmp_path / name / "result.json").unlink()  # which would have to fit
+        edit_json(tmp_path / name / "config.json", lambda config, change=change: config["settings"].update(change))
+    edit_json(tmp_path / "b" / "config.json", lambda config: config.update(seed=7))
+    report = read_report([tmp_path / "a", tmp_path / "b"])
+    assert report.detail.path.name == "a"
+    report.detail = read_run(tmp_path / "b")  # whose label names its settings
+    found = {name: {(row["method"], row["seed"]) for row in rows} for name, rows in list_rows(report).items()}
+    assert found["nodes"] == found["moved"] == {("AGS-CL (budget 0.5)", 7)}
+    assert found["nodes"] < found["accuracies"] == found["losses"]
+    of_one = {name: rows[-1] for name, rows in list_rows(read_report([digits])).items()}
+    assert {(row["method"], row["seed"]) for row in of_one.values()} <= {("AGS-CL", 0), ("fine-tuning", 0)}
+    assert (of_one["nodes"]["method"], of_one["moved"]["method"]) == ("AGS-CL", "AGS-CL")
 
 
 def test_names_in_csv_files_are_no_formulas(tmp_path):
