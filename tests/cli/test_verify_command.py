@@ -250,6 +250,27 @@ def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
     assert sum("have not changed by a bit since it was learned" in line for line in lines) == kept
 
 
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_a_network_per_task_is_certified_under_its_own_name_and_so_are_runs_that_called_it_fine_tuning(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/quick")
+    with Run(folder) as run:
+        config = configure("digits", method="separate", epochs=1, reference=False)
+        result = execute_run(config, run, checkpoint_every=1e9, threads=1)
+    assert (
+        "(all that separate certifies: what the heads read is not checked)"
+        in result["methods"]["separate"]["certificate"]
+    )
+    assert "FineTune" not in verdict(capsys)[1][0]
+    for number in range(1, 6):
+        edit_certificate(folder, number, lambda content: content.update(method="FineTune"))
+    forge_chain(folder)
+    code, lines = verdict(capsys)
+    assert (code, lines[0]) == (0, "5 heads unchanged: all that separate certifies")
+
+
 def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with Run(Path("runs/quick")) as run:

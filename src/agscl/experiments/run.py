@@ -19,7 +19,7 @@ from agscl.certificate import Certificate, ProbeOutputs
 from agscl.experiments.build import AnySequence, AnyTrainer, build_trainer, load_tasks
 from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import record_environment
-from agscl.experiments.methods import REFERENCE
+from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.runs import DifferentConfig, Run, RunError, hash_state
 from agscl.runs.folder import DIVERGED, read_checked_json
 from agscl.system.files import encode_json
@@ -191,7 +191,7 @@ def _train_method(
             if trainer.task_index > tasks_learned:
                 tasks_learned = trainer.task_index
                 if certify:
-                    path = _store_certificate(trainer, run, tasks_learned)
+                    path = _store_certificate(trainer, name, run, tasks_learned)
                     record = _store_node_record(trainer, run, tasks_learned)
                     entry = _make_chain_entry(config, state, trainer, path, record, tasks_learned)
                     state["chain"] = [*state["chain"][: tasks_learned - 1], entry]
@@ -245,8 +245,10 @@ def _summarize_outcome(trainer: AnyTrainer, name: str, reference: dict[str, Any]
     }
 
 
-def _store_certificate(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Path:
+def _store_certificate(trainer: AnyTrainer, name: str, run: Run, tasks_learned: int) -> Path:
     certificate = trainer.method.certificate()
+    if METHODS[name].is_bound:  # trained by FineTune, with another model
+        certificate = replace(certificate, method=METHODS[name].title)
     if certificate.probe is None:
         batch = ProbeOutputs.draw_batch([PROBE_SIZE, *trainer.input_shape], seed=0).to(trainer.device)
         certificate = replace(

@@ -18,6 +18,7 @@ from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
 from agscl.experiments.build import build_model, list_outputs
 from agscl.experiments.config import RunConfig, check_device
 from agscl.experiments.environment import use_threads
+from agscl.experiments.methods import METHODS
 from agscl.experiments.run import (
     certificate_path,
     compute_digest,
@@ -157,7 +158,7 @@ def _check_certificates(
     failures = [line.removeprefix("FAILED: ") for line in verdict.lines if line.startswith("FAILED")]
     lines = [line for line in verdict.lines if not line.startswith("FAILED")]
     if not certificates[-1].layout.size:
-        heads = f"{len(certificates)} heads unchanged: all that {certificates[-1].method} certifies"
+        heads = f"{len(certificates)} heads unchanged: all that {METHODS[config.method].title} certifies"
         lines = [heads, *(line for line in lines if "NOT GUARANTEED" in line or line.startswith("note: "))]
     return lines + probe_lines, failures + probe_failures
 
