@@ -35,7 +35,7 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def _name_papers_form(value: Any) -> Any:
-    """Results from before AGS-CL had a budget call the paper's form agscl: give it its name of today."""
+    """Results from before AGS-CL had a budget call the paper's form agscl: give it today's name, in studies too."""
     if isinstance(value, list):
         return [_name_papers_form(one) for one in value]
     if not isinstance(value, dict):
@@ -46,6 +46,8 @@ def _name_papers_form(value: Any) -> Any:
     }
     if renamed.get("method") == "agscl" and {"mu", "lam"} & set(renamed.get("settings", {})):
         renamed["method"] = "paper-agscl"
+    if "curves" in renamed:  # a line of a study
+        renamed["label"] = re.sub("^AGS-CL( paper)?(?=,|$)", NAMES["paper-agscl"], renamed["label"])
     return renamed
 
 
@@ -1187,15 +1189,15 @@ def draw_studies() -> None:
     capacity, tradeoff, aopc, forms = axes.flat
 
     for line in lines["reinit"]:
-        if line["label"] in ("AGS-CL", "without both"):
-            style = "-" if line["label"] == "AGS-CL" else "--"
+        if line["label"] in (NAMES["paper-agscl"], "without both"):
+            style = "-" if line["label"] == NAMES["paper-agscl"] else "--"
             for key, color, what in (("sparsity", "C3", "sparsity"), ("used_capacity", "C0", "used capacity")):
                 curve = [100 * share for share in line["curves"][key]]
                 at = range(1, len(curve) + 1)
                 capacity.plot(at, curve, style, color=color, marker=".", label=f"{what}, {line['label']}")
     capacity.set(title="Nodes, with and without re-initialisation", xlabel="after task", ylabel="%")
 
-    marks = {"AGS-CL": "*"}
+    marks = {NAMES["paper-agscl"]: "*"}
     for label in dict.fromkeys(line["label"].split(", λ")[0] for line in lines["tradeoff"][1:]):
         mine = [line for line in lines["tradeoff"] if line["label"].startswith(f"{label}, λ")]
         points = [[line[key]["mean"] for line in mine] for key in ("stability", "plasticity")]

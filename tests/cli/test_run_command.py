@@ -161,6 +161,16 @@ def test_a_nan_loss_fails_and_names_the_task_and_the_last_checkpoint(tmp_path, m
     assert "No checkpoint was written yet" in message
 
 
+def test_a_setting_without_effect_is_noted_once_and_before_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "digits", "--epochs", "1", "--name", "quick", "--set", "eta=0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Note: AGSCL: eta=0.5 changes nothing in what is learned")
+    assert sum("eta" in line for line in lines) == 1
+    assert main(["verify", "quick"]) == 0
+    assert "eta" not in capsys.readouterr().out
+
+
 def test_a_training_that_diverged_to_a_huge_finite_loss_is_noted_with_the_learning_rate(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--method", "finetune", "--epochs", "1", "--lr", "1e6"]) == 0

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from agscl.cli.data import _find_datasets
 from agscl.cli.main import main
-from agscl.cli.tables import _make_metrics_table
+from agscl.cli.tables import _make_accuracy_matrix, _make_metrics_table
 from agscl.experiments.methods import METHODS
 from agscl.experiments.presets import PRESETS
 
@@ -48,6 +48,17 @@ def test_on_a_narrow_terminal_the_labels_wrap_and_no_figure_is_cut():
     for words in ("fine-tuning", "AGS-CL", "0.912", "0.934", "5.6 %"):
         assert words in shown
     assert "…" not in shown
+
+
+def test_the_title_of_a_narrow_table_is_one_line_where_the_terminal_has_room_for_it():
+    table = _make_accuracy_matrix("AGS-CL paper", ["0-1", "2-3"], [[0.9], [0.9, 0.8]])
+    title = "AGS-CL paper: accuracy on each task, %"
+    for width, count in ((80, 1), (len(title), 1), (30, 2)):
+        terminal = Console(width=width, file=io.StringIO())
+        terminal.print(table)
+        lines = [line.rstrip() for line in terminal.file.getvalue().splitlines()]
+        assert " ".join(lines[:count]) == title
+        assert lines[count].split() == ["after", "learning", "0-1", "2-3"]
 
 
 def test_data_list_shows_every_preset_and_data_get_knows_it(capsys):

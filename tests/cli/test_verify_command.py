@@ -101,15 +101,74 @@ def test_verify_fails_when_the_outputs_on_the_probe_are_not_those_of_a_guarantee
     assert any(line.startswith("FAILED: outputs of task") and "on the probe differ by up to" in line for line in lines)
 
 
-def test_verify_fails_when_the_last_checkpoint_is_damaged_and_the_one_before_is_intact(guaranteed, capsys):
-    newest = max((guaranteed / "checkpoints").glob("*.safetensors"))
-    content = bytearray(newest.read_bytes())
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    newest.write_bytes(content)
+    path.write_bytes(content)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "suffix", "words"),
+    [
+        (damage, "safetensors", "checkpoint NUMBER is damaged (checksum mismatch in FILE)"),
+        (damage, "json", "checkpoint NUMBER is damaged ("),
+        (remove, "safetensors", "checkpoint NUMBER is damaged (FILE is missing)"),
+        (remove, "json", "the last checkpoint is missing"),
+    ],
+)
+def test_a_last_checkpoint_that_is_lost_is_one_line_whose_advice_brings_the_same_run_back(
+    guaranteed, capsys, harm, suffix, words
+):
+    digest = json.loads((guaranteed / "result.json").read_text())["digest"]
+    newest = max((guaranteed / "checkpoints").glob(f"*.{suffix}"))
+    harm(newest)
+    code, (line,) = verdict(capsys)
+    assert code == 1
+    assert line.startswith("FAILED: " + words.replace("NUMBER", str(int(newest.stem))).replace("FILE", newest.name))
+    assert line.endswith("remove runs/quick/result.json, then agscl run --resume quick")
+    (guaranteed / "result.json").unlink()
+    assert main(["run", "--resume", "quick"]) == 0
+    assert json.loads((guaranteed / "result.json").read_text())["digest"] == digest
+    assert verdict(capsys)[0] == 0
+
+
+def test_a_damaged_checkpoint_before_the_last_is_named_beside_all_that_holds(guaranteed, capsys):
+    damage(min((guaranteed / "checkpoints").glob("*.safetensors")))
     code, lines = verdict(capsys)
     assert code == 1
-    assert any(line.startswith(f"FAILED: checkpoint {int(newest.stem)} is damaged") for line in lines)
+    assert [line.split(" is ")[0][:19] for line in lines if line.startswith("FAILED")] == [
+        "FAILED: checkpoint ",
+        "FAILED: 1 check of ",
+    ]
+
+
+@pytest.mark.parametrize("lost", ["config.json", "result.json", "data.json", "events.jsonl", "certificates/03.json"])
+@pytest.mark.parametrize("harm", [damage, remove, lambda path: path.write_text("[]")], ids=["flip", "remove", "other"])
+def test_the_last_line_of_verify_is_the_verdict_whichever_file_is_damaged_or_missing(guaranteed, capsys, lost, harm):
+    harm(guaranteed / lost)
+    code, lines = verdict(capsys)
+    assert code == 1
     assert lines[-1].startswith("FAILED: ")
+
+
+def test_the_last_line_of_verify_is_the_verdict_on_a_run_without_a_checkpoint_and_on_an_empty_one(guaranteed, capsys):
+    shutil.rmtree(guaranteed / "checkpoints")
+    assert verdict(capsys)[1][-1].startswith("FAILED: the last checkpoint is missing")
+    (guaranteed / "result.json").unlink()
+    assert verdict(capsys) == (1, ["FAILED: runs/quick has no checkpoint yet, so there are no weights to check"])
+
+
+def test_the_last_line_of_verify_is_the_verdict_on_a_file_that_may_not_be_read(guaranteed, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("agscl.experiments.verify.hash_file", refuse)
+    cannot_read = "FAILED: cannot read runs/quick/certificates/01.json: Permission denied"
+    assert verdict(capsys) == (1, [cannot_read])
 
 
 def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
@@ -119,8 +178,9 @@ def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
     assert code == 1
     assert any("03.json is not the certificate that the run wrote" in line for line in lines)
     forge_chain(guaranteed)
-    assert main(["verify", "quick"]) == 1
-    assert "03.json is not a certificate: it is not JSON" in capsys.readouterr().err
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert lines[-1].startswith("FAILED: runs/quick/certificates/03.json is not a certificate: it is not JSON")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +189,9 @@ def test_verify_of_a_damaged_certificate_says_so(guaranteed, capsys):
 def test_a_certificate_that_is_none_is_a_sentence_even_where_the_chain_names_it(guaranteed, capsys, content):
     (guaranteed / "certificates" / "03.json").write_text(content)
     forge_chain(guaranteed)
-    assert main(["verify", "quick"]) == 1
-    assert re.search(r"03\.json is not a (whole )?certificate", capsys.readouterr().err)
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert re.search(r"^FAILED: .*03\.json is not a (whole )?certificate", lines[-1])
 
 
 @pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -168,8 +229,9 @@ def test_verify_of_a_run_stopped_within_a_task_says_to_finish_it_first(tmp_path,
     steps = iter(range(10**6))
     with Run(Path("runs/quick")) as run, pytest.raises(Interrupted):
         execute_run(config, run, checkpoint_every=1e9, threads=1, should_stop=lambda: next(steps) > 25)
-    assert main(["verify", "quick"]) == 1
-    assert "is in the middle of task 3" in capsys.readouterr().err
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert lines[-1].startswith("FAILED: runs/quick is in the middle of task 3")
 
 
 @pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
@@ -188,14 +250,37 @@ def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
     assert sum("have not changed by a bit since it was learned" in line for line in lines) == kept
 
 
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+def test_a_network_per_task_is_certified_under_its_own_name_and_so_are_runs_that_called_it_fine_tuning(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/quick")
+    with Run(folder) as run:
+        config = configure("digits", method="separate", epochs=1, reference=False)
+        result = execute_run(config, run, checkpoint_every=1e9, threads=1)
+    assert (
+        "(all that separate certifies: what the heads read is not checked)"
+        in result["methods"]["separate"]["certificate"]
+    )
+    assert "FineTune" not in verdict(capsys)[1][0]
+    for number in range(1, 6):
+        edit_certificate(folder, number, lambda content: content.update(method="FineTune"))
+    forge_chain(folder)
+    code, lines = verdict(capsys)
+    assert (code, lines[0]) == (0, "5 heads unchanged: all that separate certifies")
+
+
 def test_joint_certifies_nothing_and_verify_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with Run(Path("runs/quick")) as run:
         execute_run(
             configure("digits", method="joint", epochs=1, reference=False), run, checkpoint_every=1e9, threads=1
         )
-    assert main(["verify", "quick"]) == 1
-    assert "nothing is certified" in capsys.readouterr().err
+    code, lines = verdict(capsys)
+    assert code == 1
+    assert lines[-1].startswith("FAILED: runs/quick is a run of joint")
+    assert lines[-1].endswith("nothing is certified")
 
 
 def test_certificates_of_more_than_a_hundred_tasks_are_listed_in_the_order_of_the_tasks(tmp_path):

@@ -87,7 +87,7 @@ def test_studies_share_their_runs_and_keep_the_seeds_they_have(tmp_path, capsys,
     stored = json.loads(Path("runs/studied/prox.json").read_text())
     assert [(line["label"], line["seeds"]) for line in stored["lines"]] == [
         ("fine-tuning", [0, 1]),
-        ("AGS-CL", [0, 1]),
+        ("AGS-CL paper", [0, 1]),
         ("without proximal steps", [0, 1]),
     ]
     for line in stored["lines"]:
@@ -272,6 +272,6 @@ def test_the_benchmark_of_studies_records_what_it_ran(tmp_path, monkeypatch):
     prox, aopc = (json.loads(Path(f"out/digits-{name}.json").read_text()) for name in ("prox", "aopc"))
     assert prox["complete"]
     assert aopc["complete"]
-    assert [line["label"] for line in prox["lines"]] == ["fine-tuning", "AGS-CL", "without proximal steps"]
+    assert [line["label"] for line in prox["lines"]] == ["fine-tuning", "AGS-CL paper", "without proximal steps"]
     assert aopc["seeds"].keys() == {"0"}
     assert prox["commits"]

@@ -3,6 +3,7 @@
 import copy
 import math
 import traceback
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import agscl.methods._parts.batches as batches_module
-from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, TRGP, WSN, LwF, MultiHead, PackNet, RWalk, Together
+from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, TRGP, WSN, LwF, MultiHead, PackNet, PaperAGSCL, RWalk, Together
 from agscl.graph.nodes import NodeGraphError
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import SelfCheckWarning
@@ -91,6 +92,58 @@ def test_numbers_of_numpy_are_settings_too_and_are_kept_as_python_numbers():
 def test_absurd_settings_of_training_are_refused_by_name(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         TrainingConfig(**settings)
+
+
+def learn_two_tasks(cls, settings):
+    torch.manual_seed(0)
+    method = make(cls, MultiHead(mlp()), **settings)
+    optimizer = adam(method.model)
+    for number in range(2):
+        train(method, optimizer, number)
+    return bits(method.model)
+
+
+@pytest.mark.parametrize(
+    ("cls", "form", "name", "value"),
+    [
+        (AGSCL, {}, "eta", 0.5),
+        (AGSCL, {}, "tau", 0.1),
+        (AGSCL, {}, "by_layer", "both"),
+        (AGSCL, {"lam": 0.0}, "eta", 0.5),
+        (PaperAGSCL, {"lam": math.inf}, "eta", 0.5),
+        (PaperAGSCL, {"mu": 0.0}, "by_layer", "mu"),
+        (PaperAGSCL, {"lam": math.inf}, "by_layer", "lam"),
+        (EWC, {"accumulation": "merged"}, "gamma", 0.5),
+        (EWC, {"fisher": "empirical"}, "batch", 5),
+        (GPM, {"threshold": 1.0}, "increase", 0.1),
+        (TRGP, {"related": 0}, "trust", 0.9),
+    ],
+)
+def test_a_setting_that_changes_nothing_in_the_chosen_form_is_warned_of_by_name(cls, form, name, value):
+    with pytest.warns(SelfCheckWarning, match=f"{cls.__name__}: {name}={value!r} changes nothing .* Leave it out"):
+        method = make(cls, MultiHead(mlp()), **form, **{name: value})
+    assert getattr(method.config, name) == value
+    assert same(learn_two_tasks(cls, form), learn_two_tasks(cls, {**form, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        *[(cls, {}) for cls in METHODS],
+        *[(cls, dict(cls.paper)) for cls in METHODS],
+        (AGSCL, {"eta": 0.9, "tau": 1e-4}),  # the defaults, as a saved state names them
+        (AGSCL, {"lam": 400.0, "eta": 0.5}),
+        (AGSCL, {"mu": 1.0, "by_layer": "mu"}),
+        (PaperAGSCL, {"prox": False, "eta": 0.5, "tau": 0.1, "by_layer": "both"}),
+        (PaperAGSCL, {"rand_init": False, "rho": 0.5}),  # a study's form of a preset
+        (EWC, {"accumulation": "online", "gamma": 0.5, "fisher": "batched", "batch": 5}),
+        (TRGP, {"increase": 0.1, "trust": 0.9}),
+    ],
+)
+def test_settings_with_an_effect_and_defaults_are_not_warned_of(cls, settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(cls, MultiHead(mlp()), **settings)
 
 
 # Making a method -----------------------------------------------------------------------------------------------------

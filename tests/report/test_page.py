@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ pytest.importorskip("vl_convert", reason="pages need the extra report: pip insta
 from agscl.certificate import Certificate
 from agscl.cli.main import main
 from agscl.experiments.run import certificate_path
+from agscl.experiments.studies import RHOS
 from agscl.report import NothingToShow, make_page, read_report, vega
 from agscl.report.page import MAX_BYTES, pack_text
-from agscl.report.read import add_provenance
+from agscl.report.read import add_provenance, read_run
 from agscl.report.tables import list_rows
 from agscl.report.words import judge
 from agscl.runs.folder import read_result
@@ -409,6 +411,23 @@ def test_the_command_writes_the_page_figures_and_numbers(digits, tmp_path, capsy
     assert (tmp_path / "csv" / "accuracies.csv").read_text().startswith("method,seed,after,task,name,accuracy\n")
 
 
+def test_every_csv_file_names_the_method_and_the_seed_of_its_rows(digits, tmp_path):
+    for name, change in {"a": {}, "b": {"budget": 0.5, "seed": 7}}.items():
+        shutil.copytree(digits, tmp_path / name)
+        (tmp_path / name / "result.json").unlink()  # which would have to fit
+        edit_json(tmp_path / name / "config.json", lambda config, change=change: config["settings"].update(change))
+    edit_json(tmp_path / "b" / "config.json", lambda config: config.update(seed=7))
+    report = read_report([tmp_path / "a", tmp_path / "b"])
+    assert report.detail.path.name == "a"
+    report.detail = read_run(tmp_path / "b")  # whose label names its settings
+    found = {name: {(row["method"], row["seed"]) for row in rows} for name, rows in list_rows(report).items()}
+    assert found["nodes"] == found["moved"] == {("AGS-CL (budget 0.5)", 7)}
+    assert found["nodes"] < found["accuracies"] == found["losses"]
+    of_one = {name: rows[-1] for name, rows in list_rows(read_report([digits])).items()}
+    assert {(row["method"], row["seed"]) for row in of_one.values()} <= {("AGS-CL", 0), ("fine-tuning", 0)}
+    assert (of_one["nodes"]["method"], of_one["moved"]["method"]) == ("AGS-CL", "AGS-CL")
+
+
 def test_names_in_csv_files_are_no_formulas(tmp_path):
     from agscl.report.tables import write_tables
 
@@ -450,6 +469,18 @@ def test_files_of_results_have_pages_too(name, without_pictures):
     assert report.problems == []
     assert len(read_data(page)["charts"]) >= 1
     assert "commit" in read_text(page) or report.kind == "study"
+
+
+def test_a_study_names_the_papers_form_as_everywhere_else_whatever_its_file_calls_it(tmp_path, without_pictures):
+    (study,) = read_report([HOME / "results" / "studies" / "digits-rho.json"]).studies
+    labels = [line["label"] for line in study["lines"]]
+    assert labels == ["fine-tuning", *[f"AGS-CL paper, ρ {rho:g}" for rho in RHOS], "MAS"]
+    for label in ("AGS-CL", "AGS-CL paper"):
+        line = {**study["lines"][1], "label": label}
+        (tmp_path / "prox.json").write_text(json.dumps({**study, "study": "prox", "lines": [line]}))
+        page = read_text(make_page(read_report([tmp_path])))
+        assert "studies of the parts of AGS-CL in its paper's form" in page
+        assert re.search(r"average accuracy, % .* AGS-CL paper ", page)
 
 
 def test_agents_have_a_curve_for_each_game_with_the_time_it_was_learned(tmp_path, without_pictures):

@@ -72,7 +72,7 @@ def search(
         sampler: Who chooses what is tried: axes, values of one setting after the other; optuna, Optuna's TPE sampler.
         trials: With --sampler optuna: how many choices of settings are tried in all.
         only: The settings to search, e.g. lam.
-        set: Fixed settings, e.g. --set eta=0.8; for a searched setting, its start value.
+        set: Fixed settings, e.g. --set patience=5; for a searched setting, its start value.
     """
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_trials

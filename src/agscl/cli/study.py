@@ -1,4 +1,4 @@
-"""`agscl study`: what each part of AGS-CL contributes."""
+"""`agscl study`: what each part of AGS-CL's paper form contributes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def study(
     runs: Runs = Path("runs"),
     checkpoint_every: CheckpointEvery = 5.0,
 ) -> int:
-    """Study what each part of AGS-CL contributes, as in the paper.
+    """Study what each part of AGS-CL contributes, in the form of its paper.
 
     The same command continues where it stopped. Studies share their runs.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -394,9 +395,22 @@ def _make_ewc_comparison(ewc: Memory, agscl: Memory) -> Table:
 # What tables share ---------------------------------------------------------------------------------------------------
 
 
+class TitledTable(Table):
+    """A table without lines; its title wraps at the width of the terminal, not at that of a narrow table."""
+
+    def __init__(self, title: str | None) -> None:
+        super().__init__(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        self._title = Text(title or "", style="bold")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._title:
+            yield self._title
+        yield from super().__rich_console__(console, options)
+
+
 def make_table(title: str | None, *columns: str) -> Table:
     """A table without lines, whose first column is left-aligned and all others right-aligned."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = TitledTable(title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", header_style="dim", no_wrap=True)
     return table

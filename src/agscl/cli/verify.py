@@ -30,12 +30,20 @@ def verify(
         run: The run's name, or the path of its folder.
         expect: The digest that `agscl run` printed and that you kept elsewhere; the run must still have it.
     """
+    from agscl.certificate import Verdict
     from agscl.cli.console import print_line
     from agscl.experiments.verify import verify_run
+    from agscl.runs import RunError
 
     if expect is not None and not re.fullmatch("[0-9a-fA-F]{64}", expect):
         raise UsageError(f"--expect needs the 64 hexadecimal digits that agscl run or verify printed, not {expect!r}")
-    verdict = verify_run(find_run(runs, run), expect and expect.lower())
+    folder = find_run(runs, run)
+    try:
+        verdict = verify_run(folder, expect and expect.lower())
+    except RunError as error:
+        verdict = Verdict(False, [f"FAILED: {error}"])
+    except OSError as error:
+        verdict = Verdict(False, [f"FAILED: cannot read {error.filename or folder}: {error.strerror or error}"])
     for line in verdict.lines:
         print_line(line)
     return DONE if verdict.ok else FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from agscl.certificate import Certificate, ProbeOutputs
 from agscl.experiments.build import AnySequence, AnyTrainer, build_trainer, load_tasks
 from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import record_environment
-from agscl.experiments.methods import REFERENCE
+from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.runs import DifferentConfig, Run, RunError, hash_state
 from agscl.runs.folder import DIVERGED, read_checked_json
 from agscl.system.files import encode_json
@@ -117,8 +118,11 @@ def _build_trainers(config: RunConfig, sequence: AnySequence, state: dict[str, A
     remaining = [name for name in list_trained_methods(config) if name not in state["finished"]]
     for later in remaining[1:]:
         build_trainer(config, later, sequence)  # so that wrong options are reported before any training
-    for name in remaining:
-        trainer = build_trainer(config, name, sequence)
+    for number, name in enumerate(remaining):
+        with warnings.catch_warnings():
+            if number:
+                warnings.simplefilter("ignore")  # said when it was built above
+            trainer = build_trainer(config, name, sequence)
         if state["method"] == name:
             trainer.load_state_dict(state["trainer"])
         state["method"] = name
@@ -187,7 +191,7 @@ def _train_method(
             if trainer.task_index > tasks_learned:
                 tasks_learned = trainer.task_index
                 if certify:
-                    path = _store_certificate(trainer, run, tasks_learned)
+                    path = _store_certificate(trainer, name, run, tasks_learned)
                     record = _store_node_record(trainer, run, tasks_learned)
                     entry = _make_chain_entry(config, state, trainer, path, record, tasks_learned)
                     state["chain"] = [*state["chain"][: tasks_learned - 1], entry]
@@ -241,8 +245,10 @@ def _summarize_outcome(trainer: AnyTrainer, name: str, reference: dict[str, Any]
     }
 
 
-def _store_certificate(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Path:
+def _store_certificate(trainer: AnyTrainer, name: str, run: Run, tasks_learned: int) -> Path:
     certificate = trainer.method.certificate()
+    if METHODS[name].is_bound:  # trained by FineTune, with another model
+        certificate = replace(certificate, method=METHODS[name].title)
     if certificate.probe is None:
         batch = ProbeOutputs.draw_batch([PROBE_SIZE, *trainer.input_shape], seed=0).to(trainer.device)
         certificate = replace(

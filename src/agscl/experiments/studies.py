@@ -1,4 +1,4 @@
-"""The paper's studies of AGS-CL: a few forms of it, compared on a preset."""
+"""The paper's studies of AGS-CL: variants of its paper's form, compared on a preset."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from agscl.reinforcement import PPOConfig
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.system.files import encode_json, write_if_changed
 
+PAPER = METHODS["paper-agscl"].title
 FORMS: dict[str, dict[str, Any]] = {
-    "AGS-CL": {},
+    PAPER: {},
     "without (I.1)": {"zero_init": "off"},
     "without (I.2)": {"rand_init": False},
     "without both": {"zero_init": "off", "rand_init": False},
 }
-"""AGS-CL with and without its two re-initialisations: (I.1) zeros the weights that read free nodes, (I.2) gives a share
-of the free nodes new random weights."""
+"""The paper's form with and without its two re-initialisations: (I.1) zeros the weights that read free nodes, (I.2)
+gives a share of the free nodes new random weights."""
 RHOS = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -61,17 +62,17 @@ def _make_tradeoff_lines(get_strength: Callable[[str], float]) -> list[StudyLine
 
 def _make_rho_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
     return [
-        *[StudyLine(f"AGS-CL, ρ {rho:g}", "paper-agscl", {"rho": rho}) for rho in RHOS],
+        *[StudyLine(f"{PAPER}, ρ {rho:g}", "paper-agscl", {"rho": rho}) for rho in RHOS],
         StudyLine("MAS", "mas", {}),
     ]
 
 
 def _make_prox_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    return [StudyLine("AGS-CL", "paper-agscl", {}), StudyLine("without proximal steps", "paper-agscl", {"prox": False})]
+    return [StudyLine(PAPER, "paper-agscl", {}), StudyLine("without proximal steps", "paper-agscl", {"prox": False})]
 
 
 def _make_aopc_lines(get_strength: Callable[[str], float]) -> list[StudyLine]:
-    return [StudyLine("AGS-CL", "paper-agscl", {})]
+    return [StudyLine(PAPER, "paper-agscl", {})]
 
 
 STUDIES: dict[str, Callable[[Callable[[str], float]], list[StudyLine]]] = {

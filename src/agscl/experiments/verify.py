@@ -5,6 +5,7 @@ on the probe as a second check.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
 from agscl.experiments.build import build_model, list_outputs
 from agscl.experiments.config import RunConfig, check_device
 from agscl.experiments.environment import use_threads
+from agscl.experiments.methods import METHODS
 from agscl.experiments.run import (
     certificate_path,
     compute_digest,
@@ -50,9 +52,12 @@ def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
     if config.method == "joint":
         raise RunError(f"{folder} is a run of joint, which trains every head on every task, so nothing is certified")
     state = run.load_checkpoint()
+    if state is not None:
+        _check_config(folder, config, state)
+    if lost := _describe_lost_checkpoint(folder, run, config, state):
+        return Verdict(False, [f"FAILED: {lost}"])  # everything else would differ from the checkpoint before it
     if state is None:
-        raise RunError(f"{folder} has no intact checkpoint, so there are no weights to check")
-    _check_config(folder, config, state)
+        raise RunError(f"{folder} has no checkpoint yet, so there are no weights to check")
     trainer_state = state["trainer"]
     learned = trainer_state["task"] if state["method"] == config.method else 0
     if not learned:
@@ -99,6 +104,22 @@ def _check_config(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> 
         )
 
 
+def _describe_lost_checkpoint(folder: Path, run: Run, config: RunConfig, state: Mapping[str, Any] | None) -> str | None:
+    """What is wrong with the newest checkpoint, and what to do; `state` is what was loaded in its place."""
+    if damaged := run.checkpoints.damaged:
+        number, reason = max(damaged.items())
+        problem = f"checkpoint {number} is damaged ({reason})"
+    elif is_finished(folder) and (state is None or config.method not in state["finished"]):
+        problem = "the last checkpoint is missing"
+    else:
+        return None
+    first = f"remove {folder}/result.json, then " if is_finished(folder) else ""
+    return (
+        f"{problem}, so the weights of {folder} cannot be checked. Restore it from a copy, or train what is lost "
+        f"again: {first}{write_resume_command(folder)}"
+    )
+
+
 def _check_chain(folder: Path, config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
     """Compare each certificate with its entry in the chain, and each entry with the one before."""
     run_id, previous = compute_run_id(config, state["data"]), None
@@ -137,7 +158,7 @@ def _check_certificates(
     failures = [line.removeprefix("FAILED: ") for line in verdict.lines if line.startswith("FAILED")]
     lines = [line for line in verdict.lines if not line.startswith("FAILED")]
     if not certificates[-1].layout.size:
-        heads = f"{len(certificates)} heads unchanged: all that {certificates[-1].method} certifies"
+        heads = f"{len(certificates)} heads unchanged: all that {METHODS[config.method].title} certifies"
         lines = [heads, *(line for line in lines if "NOT GUARANTEED" in line or line.startswith("note: "))]
     return lines + probe_lines, failures + probe_failures
 
@@ -263,7 +284,9 @@ def _compute_probe_outputs(
         batch = ProbeOutputs.draw_batch(probe.shape, seed).to(device)
         # Pretrained weights would be replaced at once, and a foreign config.json must not make us download anything.
         options = {name: value for name, value in config.network_options.items() if name != "weights"}
-        model, method = build_model(replace(config, network_options=options), config.method, batch[:2], device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said when the run began
+            model, method = build_model(replace(config, network_options=options), config.method, batch[:2], device)
         for task, output in probe.outputs.items():
             model.add_head(task, list_outputs(config, output["shape"][1]))
         place_model(model, device, config.training).load_state_dict(trainer_state["model"])

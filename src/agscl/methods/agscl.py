@@ -81,6 +81,7 @@ class AGSCLConfig(Settings):
     """Mode in which activations are measured; train keeps dropout on, as the authors' code did."""
     seed: int = 0
     """Seed of the random choices."""
+    find_unused = checks.find_unused_settings
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,8 +246,7 @@ class AGSCL(NodeViewMethod):
     Plan = AGSCLPlan
     plan: AGSCLPlan | None
     needs = frozenset({"end_epoch"})
-    prunes_in_place = True
-    min_captured_epochs = MIN_EPOCHS
+    prunes_in_place, min_captured_epochs = True, MIN_EPOCHS
     paper: ClassVar[Mapping[str, Any]] = {  # as the authors' code for the paper's tables, with λ, μ and ρ from these
         "budget": None,
         "prox_every": "epoch",

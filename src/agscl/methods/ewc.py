@@ -56,6 +56,10 @@ class EWCConfig(WeightConfig):
             "mode='train' needs fisher='batched'; gradients per sample are taken in eval mode",
         )
 
+    def find_unused(self) -> dict[str, str]:
+        unused = {} if self.accumulation == "online" else {"gamma": "it is for accumulation='online'"}
+        return unused if self.fisher == "batched" else {**unused, "batch": "it is for fisher='batched'"}
+
 
 @dataclass
 class EWCKnowledge(WeightKnowledge):

@@ -60,6 +60,10 @@ class TRGPConfig(SubspaceConfig):
             isinstance(self.related, int) and self.related >= 0, f"related is a number of tasks, not {self.related}"
         )
 
+    def find_unused(self) -> dict[str, str]:
+        unused = super().find_unused()
+        return unused if self.related else {**unused, "trust": "related is 0"}
+
 
 @dataclass
 class TRGPKnowledge(SubspaceKnowledge):

@@ -530,7 +530,8 @@ def _read_comparison_file(path: Path) -> ReportData:
         raise NothingToShow(str(error)) from error
     if "study" in content:
         problems: list[str] = []
-        return ReportData(path.stem, "study", _text(content.get("preset")), [], [], None, [content], problems)
+        study = _name_papers_form(content)
+        return ReportData(path.stem, "study", _text(content.get("preset")), [], [], None, [study], problems)
     methods = content.get("methods")
     if not isinstance(methods, dict) or not methods:
         raise NothingToShow(f"{path} is not a comparison: expected comparison.json, or a file of results/ with methods")
@@ -572,7 +573,15 @@ def _read_comparison_file(path: Path) -> ReportData:
 
 def _read_studies(folder: Path) -> list[dict[str, Any]]:
     found = [_read_tolerantly(folder / f"{name}.json", [], read_json) for name in STUDIES]
-    return [study for study in found if study]
+    return [_name_papers_form(study) for study in found if study]
+
+
+def _name_papers_form(study: dict[str, Any]) -> dict[str, Any]:
+    """Studies are of the paper's form; those of older versions call it AGS-CL: give it its name of today."""
+    for line in study["lines"] if isinstance(study.get("lines"), list) else ():
+        if isinstance(line, dict) and _text(line.get("label")).partition(",")[0] == get_title("agscl"):
+            line["label"] = line["label"].replace(get_title("agscl"), get_title("paper-agscl"), 1)
+    return study
 
 
 def add_provenance(report: ReportData, paths: Sequence[Path]) -> None:

@@ -494,7 +494,8 @@ def _make_aopc_section(study: Mapping[str, Any], title: str) -> Section:
 
 
 def _make_study_section(study: Mapping[str, Any], name: str, title: str) -> Section:
-    section = Section(f"study-{name}", title, "Each line is AGS-CL with one part changed, the mean over seeds.")
+    lead = "AGS-CL in its paper's form, whole and with one part changed; the mean over seeds."
+    section = Section(f"study-{name}", title, lead)
     if (spec := charts.draw_study(study)) is not None:
         section.charts = [Chart(f"study-{name}", "", spec, f"Average accuracy of each line of the study {name}.")]
     rows = [

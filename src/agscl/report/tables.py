@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agscl.certificate import NEVER
-from agscl.report.read import Outcome, ReportData, measure
+from agscl.report.read import Outcome, ReportData, RunData, get_title, measure
 from agscl.system.files import write_atomically
 
 Row = dict[str, Any]
@@ -56,6 +56,17 @@ def _each(report: ReportData) -> Iterator[tuple[Row, Outcome]]:
             yield {"method": line.label, "seed": seed}, outcome
 
 
+def _head_of(report: ReportData, run: RunData) -> Row:
+    """The method and seed of the run whose nodes and certificates are listed, as in the other files."""
+
+    def without_seed(settings: Any) -> Row:
+        return {key: value for key, value in settings.items() if key != "seed"} if isinstance(settings, dict) else {}
+
+    settings = without_seed(run.config.get("settings"))
+    lines = [line for line in report.lines if line.method == run.method and without_seed(line.settings) == settings]
+    return {"method": lines[0].label if lines else get_title(run.method), "seed": run.seed}
+
+
 def _name(report: ReportData, task: int) -> str:
     return report.tasks[task] if task < len(report.tasks) else f"task {task + 1}"
 
@@ -100,9 +111,10 @@ def _list_memory(report: ReportData) -> Iterator[Row]:
 
 def _list_nodes(report: ReportData) -> Iterator[Row]:
     """One row for each node: when it became important, how often it moved, its importance after each task."""
-    history = report.detail.nodes if report.detail else None
-    if history is None:
+    run = report.detail
+    if run is None or (history := run.nodes) is None:
         return
+    head = _head_of(report, run)
     moves: dict[int, int] = {}
     for moved in history.moved:
         for group in moved:
@@ -111,7 +123,7 @@ def _list_nodes(report: ReportData) -> Iterator[Row]:
         for number, group in enumerate(layer.groups):
             since = int(history.first[group])
             row: Row = {
-                "layer": layer.name, "node": number, "important_since": "" if since == NEVER else since + 1,
+                **head, "layer": layer.name, "node": number, "important_since": "" if since == NEVER else since + 1,
                 "tasks_moved_in": moves.get(int(group), 0),
             }  # fmt: skip
             if history.importance is not None:
@@ -122,9 +134,12 @@ def _list_nodes(report: ReportData) -> Iterator[Row]:
 
 
 def _list_moved(report: ReportData) -> Iterator[Row]:
-    for number, certificate in enumerate(report.detail.certificates if report.detail else ()):
+    if (run := report.detail) is None:
+        return
+    head = _head_of(report, run)
+    for number, certificate in enumerate(run.certificates):
         yield {
-            "task": number + 1, "name": certificate.task, "kind": certificate.kind,
+            **head, "task": number + 1, "name": certificate.task, "kind": certificate.kind,
             "important": len(certificate.important), "kept": len(certificate.held), "moved": len(certificate.moved),
             "heads_moved": len(certificate.moved_heads), "outputs_changed": len(certificate.changed_outputs),
         }  # fmt: skip

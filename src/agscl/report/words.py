@@ -139,7 +139,11 @@ def _describe_proof(run: RunData) -> tuple[list[str], bool]:
 def _judge_comparison(report: ReportData) -> PageVerdict:
     ranked = report.ranked
     if not ranked:
-        words = "These are studies of AGS-CL's parts." if report.studies else "No run here has ended a task yet."
+        words = (
+            "These are studies of the parts of AGS-CL in its paper's form."
+            if report.studies
+            else "No run here has ended a task yet."
+        )
         return PageVerdict(
             "plain" if report.studies else "wait", "study" if report.studies else "not finished", words, []
         )

@@ -118,6 +118,8 @@ class Checkpoints:
         checksums = [body["tensors"]] if body["format"] == FORMAT else body["tensors"]
         tensors: dict[str, Tensor] = {}
         for shard_path, checksum in zip(_shard_paths(path, len(checksums)), checksums, strict=True):
+            if not shard_path.exists():
+                raise ValueError(f"{shard_path.name} is missing")
             data = shard_path.read_bytes()
             if hashlib.sha256(data).hexdigest() != checksum:
                 raise ValueError(f"checksum mismatch in {shard_path.name}")

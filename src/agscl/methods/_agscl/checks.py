@@ -16,7 +16,14 @@ from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 if TYPE_CHECKING:
     from agscl.methods.agscl import AGSCLConfig, AGSCLPlan
 
-__all__ = ["check_activations", "check_after_task", "check_before_task", "check_epoch", "check_settings"]
+__all__ = [
+    "check_activations",
+    "check_after_task",
+    "check_before_task",
+    "check_epoch",
+    "check_settings",
+    "find_unused_settings",
+]
 
 LATE_SHARE = 0.02
 """Pruning a larger share of all nodes than this when a task ends is worth a warning."""
@@ -38,6 +45,24 @@ def check_settings(config: AGSCLConfig) -> None:
     require(count or config.prox_every in ("epoch", "step"), "prox_every is 'epoch', 'step' or a step count")
     require(config.zero_init != "earlier_tasks" or config.freezes, "zero_init='earlier_tasks' needs lam=math.inf")
     require(0 <= config.min_activity < 1, f"min_activity is at least 0 and below 1, not {config.min_activity}")
+
+
+def find_unused_settings(config: AGSCLConfig) -> dict[str, str]:
+    """The settings without effect, each with the reason.
+
+    Not those that rand_init=False turns off: presets name them, and studies leave out the re-initialisation.
+    """
+    unused = {}
+    holds_by_importance = 0 < config.lam < math.inf
+    if config.prox and not holds_by_importance:
+        unused["eta"] = f"importances count only with a finite lam above 0, and lam is {config.lam:g}"
+    if config.prox:
+        unused["tau"] = "it is for prox=False"
+    scales_mu = config.by_layer in ("mu", "both") and config.mu > 0
+    scales_lam = config.by_layer in ("lam", "both") and holds_by_importance
+    if not (scales_mu or scales_lam):
+        unused["by_layer"] = f"it scales mu and a finite lam, and mu is {config.mu:g} and lam {config.lam:g}"
+    return unused
 
 
 def check_before_task(plan: AGSCLPlan) -> None:

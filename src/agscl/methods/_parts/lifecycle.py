@@ -40,6 +40,7 @@ from agscl.methods._parts.hooks import StepHooks
 from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
+from agscl.methods._parts.settings import Settings
 from agscl.system.describe import describe_value
 from agscl.system.distributed import is_distributed
 
@@ -58,7 +59,7 @@ class SelfCheckWarning(UserWarning):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoSettings:
+class NoSettings(Settings):
     """A method with nothing to set."""
 
 
@@ -110,6 +111,7 @@ class Method:
         if not isinstance(model, nn.Module):
             raise TypeError(f"{type(self).__name__}(model, …) needs a torch module, got {describe_value(model)}.")
         self.config = self.Config(**settings)
+        self._warn_of_unused_settings()
         self.model = unwrap_model(model)
         self._given_compiled = contains_compiled(model)
         self.averaged_by_ddp = find_ddp_parameters(model)
@@ -575,6 +577,18 @@ class Method:
                 warn_user(message)
             else:
                 self._queued_warnings.append(message)
+
+    def _warn_of_unused_settings(self) -> None:
+        """Warn of settings that are not the defaults and change nothing in what is learned."""
+        unused = self.config.find_unused() if isinstance(self.config, Settings) else {}
+        defaults = {field.name: field.default for field in fields(self.Config)}
+        for name, reason in unused.items():
+            value = getattr(self.config, name)
+            if value != defaults[name]:
+                warn_user(
+                    f"{type(self).__name__}: {name}={value!r} changes nothing in what is learned: {reason}. "
+                    "Leave it out."
+                )
 
     def _default_forward(self, batch: Any) -> Any:
         """What is differentiated by default: the cross-entropy on `(x, y)`, the output on `x`."""

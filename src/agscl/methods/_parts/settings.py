@@ -25,6 +25,10 @@ class Settings:
         if wrong := find_wrong_type(self):
             self._refuse(wrong)
 
+    def find_unused(self) -> dict[str, str]:
+        """The settings that change nothing in what is learned beside the others as they are, each with the reason."""
+        return {}
+
     def require(self, is_valid: bool, rule: str) -> None:
         if not is_valid:
             self._refuse(rule)

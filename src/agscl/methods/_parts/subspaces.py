@@ -59,6 +59,9 @@ class SubspaceConfig(Settings):
         self.require(0 <= self.increase < 1, f"increase must be at least 0 and below 1, not {self.increase}")
         self.require(self.samples >= 1, f"samples must be at least 1, not {self.samples}")
 
+    def find_unused(self) -> dict[str, str]:
+        return {"increase": "threshold is 1 from the start"} if self.threshold == 1 else {}
+
 
 @dataclass
 class SubspaceKnowledge(Knowledge):
