@@ -1398,3 +1398,38 @@ def test_a_graph_built_before_there_is_a_head_is_the_one_built_with_a_head(name)
     for reader in late.readers:
         assert torch.equal(early.readers[reader].sources, late.readers[reader].sources)
     assert all(torch.equal(early.layers[layer].groups, late.layers[layer].groups) for layer in late.layers)
+
+
+class SharedReLU(nn.Module):
+    """A model whose heads share the trunk's ReLU module and are made before the trunk."""
+
+    def __init__(self, *, last_relu: bool) -> None:
+        super().__init__()
+        self.relu, self.last_relu = nn.ReLU(), last_relu
+        self.heads = nn.ModuleList(nn.Sequential(self.relu, nn.Linear(8, 3)) for _ in range(2))
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, task: int) -> Any:
+        features = self.fc2(self.relu(self.fc1(x)))
+        return self.heads[task](self.relu(features) if self.last_relu else features)
+
+
+def test_relus_within_heads_are_no_sites_also_where_trunk_and_heads_share_the_module() -> None:
+    graph = NodeGraph(SharedReLU(last_relu=True), (torch.randn(2, 4), 0), heads="heads")
+    assert [site.index for site in graph.relu_sites] == [0, 1]
+    assert list(graph.layers) == ["fc1", "fc2"]
+
+
+def test_a_layer_whose_only_relu_is_in_a_head_is_refused_with_the_advice_to_put_one_before_the_head() -> None:
+    trunk = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = MultiHead(trunk)
+    model.add_head("a", nn.Sequential(nn.ReLU(), nn.Linear(8, 3)))
+    words = r"Let a ReLU come next\. ReLUs within heads do not count"
+    with pytest.raises(NodeGraphError, match=rf"trunk\.2: .*{words}"):
+        NodeGraph(model, (torch.randn(2, 4), "a"))
+    with pytest.raises(NodeGraphError, match=rf"trunk\.2: .*{words}"):
+        NodeGraph(MultiHead(trunk), torch.randn(2, 4))
+    with pytest.raises(NodeGraphError, match=rf"fc2: .*{words}"):
+        NodeGraph(SharedReLU(last_relu=False), (torch.randn(2, 4), 0), heads="heads")
+    model.trunk.append(nn.ReLU())
+    assert list(NodeGraph(model, (torch.randn(2, 4), "a")).layers) == ["trunk.0", "trunk.2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 
@@ -212,3 +213,60 @@ def test_an_excluded_layer_that_reads_nodes_is_warned_of_when_the_next_task_trai
     model.add_head("t1", 3)
     with pytest.warns(SelfCheckWarning, match=r"trunk\.2 is left out .* may be forgotten\. PackNet and WSN"):
         method.begin_task("t1", optimizer, epochs=1)
+
+
+HEADS = {
+    "plain": lambda: 3,
+    "relu first": lambda: nn.Sequential(nn.ReLU(), nn.Linear(32, 3)),
+    "hidden layer": lambda: nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3)),
+    "dict": lambda: {"a": 2, "b": nn.Sequential(nn.ReLU(), nn.Linear(32, 1))},
+}
+
+
+def call(model, x, task):
+    output = model(x, task)
+    return torch.cat(list(output.values()), 1) if isinstance(output, dict) else output
+
+
+@pytest.mark.parametrize("head_first", [True, False], ids=["head, method", "method, head"])
+@pytest.mark.parametrize("order", list(itertools.permutations(HEADS, 2)), ids=", ".join)
+@pytest.mark.parametrize("cls", [AGSCL, PaperAGSCL, HAT])
+def test_heads_with_and_without_relus_follow_each_other_and_old_outputs_keep_their_bits(cls, order, head_first):
+    torch.manual_seed(0)
+    model, x, recorded = MultiHead(mlp()), torch.cat([x for x, _ in blobs(0)]), {}
+    if head_first:
+        model.add_head("t0", HEADS[order[0]]())
+    method, optimizer = make(cls, model, **({"lam": math.inf} if cls is PaperAGSCL else {})), adam(model)
+    for number, kind in enumerate([*order, order[0]]):
+        task, data = f"t{number}", blobs(number)
+        if task not in model.heads:
+            model.add_head(task, HEADS[kind]())
+        method.begin_task(task, optimizer, epochs=3, steps_per_epoch=len(data))
+        if cls is HAT:
+            method.embedding.data.sign_().mul_(3)  # gates that are 0 or 1, as after a long training
+        for _ in range(3):
+            for inputs, labels in data:
+                optimizer.zero_grad()
+                F.cross_entropy(call(model, inputs, task), labels).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(data)
+        model.eval()
+        recorded[task] = call(model, x, task).detach()
+        assert all(torch.equal(call(model, x, task), output) for task, output in recorded.items())
+        model.train()
+
+
+@pytest.mark.parametrize("head_first", [True, False], ids=["head, method", "method, head"])
+def test_a_relu_in_a_head_adds_nothing_to_the_importance_of_the_nodes_it_reads(head_first):
+    def importance(*before):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(), features=32)
+        head = nn.Linear(32, 3)
+        model.add_head("t0", nn.Sequential(*before, head)) if head_first else None
+        method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+        model.add_head("t0", nn.Sequential(*before, head)) if not head_first else None
+        learn(method, optimizer, 0, epochs=2)
+        return method.knowledge.omega
+
+    assert torch.equal(importance(nn.ReLU()), importance())

@@ -285,6 +285,24 @@ class NodeGraph:
         """The layers of heads and of excluded modules: their inputs are nodes, their outputs are not."""
         return {n: m for n, m in self.model.named_modules() if isinstance(m, LAYERS) and self._is_head_or_excluded(n)}
 
+    def list_head_modules(self) -> dict[str, nn.Module]:
+        """Modules of heads alone, but for Linear and Conv layers, by name. Their ReLUs are no sites: tasks differ in
+        them."""
+        inside: dict[str, nn.Module] = {}
+        outside: set[int] = set()
+        waiting = [("", self.model, False)]
+        while waiting:  # not named_modules, which takes longer for hundreds of heads
+            name, module, in_head = waiting.pop()
+            in_head = in_head or name in self._head_names
+            if in_head:
+                inside[name] = module
+            else:
+                outside.add(id(module))
+            for key, child in module._modules.items():
+                if child is not None and not isinstance(child, LAYERS):
+                    waiting.append((f"{name}.{key}" if name else key, child, in_head))
+        return {name: module for name, module in inside.items() if id(module) not in outside}
+
     def _is_head_or_excluded(self, name: str) -> bool:
         return _is_within(name, self._head_names) or _is_within(name, self.exclude)
 
@@ -364,6 +382,7 @@ class NodeGraph:
             reader_only=self._reader_only_layers,
             norms=self._norm_layers,
             excluded={name: self.model.get_submodule(name) for name in self.exclude},
+            heads=self.list_head_modules().values(),
         )
 
     # Building the graph from what was measured -----------------------------------------------------------------------
@@ -502,6 +521,8 @@ class NodeGraph:
             if not bool(active[layer.groups].all()):
                 remedy = "Let a ReLU come next."
                 readers = [reader for reader in self.readers_of[layer.name] if not self.readers[reader].is_head]
+                if self.heads is not None and not readers:
+                    remedy += " ReLUs within heads do not count: not every task may have them."
                 if isinstance(self.model, MultiHead) and not readers:
                     remedy += " If it is an output layer, take it out of the trunk: every task gets a head of its own."
                 elif not self.readers_of[layer.name]:
@@ -525,11 +546,7 @@ class NodeGraph:
     def _refuse_head(self, probe: NodeProbe, layer: str, point: ProbePoint) -> Refusal | None:
         """Refuse the module of a head that gets each node of `layer` by itself and passes it on to `point`, where no
         Linear or Conv layer lies between; None where that is no module of a head."""
-        head_modules = {
-            name: module
-            for name, module in self.model.named_modules()
-            if _is_within(name, self._head_names) and not isinstance(module, LAYERS)
-        }
+        head_modules = self.list_head_modules()
         found = None
         for (kind, name), trace in probe.trace_nodes([layer], watched=head_modules).items():
             if (kind, name) == point:
