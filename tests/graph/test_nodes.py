@@ -1433,3 +1433,28 @@ def test_a_layer_whose_only_relu_is_in_a_head_is_refused_with_the_advice_to_put_
         NodeGraph(SharedReLU(last_relu=False), (torch.randn(2, 4), 0), heads="heads")
     model.trunk.append(nn.ReLU())
     assert list(NodeGraph(model, (torch.randn(2, 4), "a")).layers) == ["trunk.0", "trunk.2"]
+
+
+class Selected(nn.Module):
+    """A head that reads some of the features, in an order of its own."""
+
+    def __init__(self, *columns: int) -> None:
+        super().__init__()
+        self.columns, self.linear = list(columns), nn.Linear(len(columns), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, self.columns])
+
+
+@pytest.mark.parametrize("columns", [range(7, -1, -1), range(3)], ids=["reversed", "some"])
+@pytest.mark.parametrize("second", [3, {"a": 3, "b": 1}], ids=["linear", "dict"])
+def test_a_linear_head_after_one_that_selects_features_reads_the_features_themselves(columns, second) -> None:
+    model = MultiHead(small_trunk())
+    model.add_head("a", Selected(*columns))
+    graph = NodeGraph(model, (torch.randn(2, 4), "a"))
+    assert graph.readers["heads.a.linear"].sources.tolist() == [8 + column for column in columns]
+    model.add_head("b", second)
+    graph.trace_head("b", ["a", "b"])
+    read = [reader for name, reader in graph.readers.items() if name.startswith("heads.b")]
+    assert read
+    assert all(torch.equal(reader.sources, graph.layers["trunk.2"].groups) for reader in read)

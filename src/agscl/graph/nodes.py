@@ -662,14 +662,16 @@ class NodeGraph:
         if not self.model.heads:
             point = output_points[0] if len(output_points) == 1 else None
         else:
-            linear_heads = [
-                name for name in self._called_layers if _is_plain_linear(self._reader_only_layers.get(name))
-            ]
-            point = (
-                ("reader", linear_heads[0])
-                if len(linear_heads) == 1 and _is_within(linear_heads[0], self._head_names)
-                else None
+            heads = self.model.heads.values()
+            parts = {
+                id(part) for head in heads for part in (head.values() if isinstance(head, nn.ModuleDict) else [head])
+            }
+            linear_heads = (
+                name
+                for name, module in self._reader_only_layers.items()
+                if name in self._called_layers and _is_plain_linear(module) and id(module) in parts
             )
+            point = next((("reader", name) for name in linear_heads), None)
         if point is None or point not in nodes_at:
             return
         self.features = group_of[nodes_at[point].flatten()]
