@@ -1458,3 +1458,17 @@ def test_a_linear_head_after_one_that_selects_features_reads_the_features_themse
     read = [reader for name, reader in graph.readers.items() if name.startswith("heads.b")]
     assert read
     assert all(torch.equal(reader.sources, graph.layers["trunk.2"].groups) for reader in read)
+
+
+def test_a_task_whose_forward_pass_skips_a_relu_of_the_graph_is_refused_as_often_as_it_is_tried() -> None:
+    class Skipping(MultiHead):
+        def forward(self, x: Any, task: str) -> Any:
+            return super().forward(x, task) if task == "a" else self.heads[task](self.trunk[:2](x))
+
+    model = Skipping(small_trunk(), features=8)
+    model.add_head("a", 3)
+    graph = NodeGraph(model, torch.randn(2, 4), tasks=["a"])
+    model.add_head("b", 3)
+    for _ in range(2):
+        with pytest.raises(NodeGraphError, match=r"trunk\.2: .* ReLU number 2, which .* task 'b' does not reach"):
+            graph.trace_head("b", ["a", "b"])

@@ -608,6 +608,7 @@ class NodeGraph:
             _raise_if_any(list(self._find_mixing(probe, ("reader", name), trace)))
             self._check_reader(name, self._reader_only_layers[name])
         self._check_outputs(probe, traces)
+        self._check_sites(task, traces)
         for name, trace in read.items():
             for layer, nodes in trace.nodes.items():
                 nodes = nodes.long()
@@ -619,6 +620,18 @@ class NodeGraph:
                 self.readers_of[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(task)
         self._called_layers |= set(probe.outputs)
+
+    def _check_sites(self, task: str, traces: Mapping[ProbePoint, NodeTrace]) -> None:
+        """Raise where the forward pass for `task` lacks a ReLU at which activations are to be measured."""
+        for site in self.relu_sites:
+            if ("site", str(site.index)) not in traces:
+                layers = self.layers.items()
+                name = next(name for name, layer in layers if bool(torch.isin(layer.groups, site.groups).any()))
+                reason = (
+                    f"its activations are measured at ReLU number {site.index + 1}, which the forward pass for task "
+                    f"{task!r} does not reach."
+                )
+                raise NodeGraphError(Refusal(name, reason, "Let all tasks run the same ReLUs outside their heads."))
 
     def _probe_head(self, task: str, head: nn.Module) -> NodeProbe:
         """A probe of the model for `task`; an error where the forward pass calls no module of its head."""
