@@ -270,3 +270,25 @@ def test_a_relu_in_a_head_adds_nothing_to_the_importance_of_the_nodes_it_reads(h
         return method.knowledge.omega
 
     assert torch.equal(importance(nn.ReLU()), importance())
+
+
+@pytest.mark.parametrize("make_head", [lambda: 3, lambda: nn.Sequential(nn.Dropout(), nn.Linear(32, 3))])
+@pytest.mark.parametrize("cls", [AGSCL, HAT])
+def test_a_head_that_replaced_another_before_its_task_was_learned_keeps_its_outputs_to_the_bit(cls, make_head):
+    torch.manual_seed(0)
+    model, x = MultiHead(mlp()), blobs(0)[0][0]
+    method, optimizer, outputs = make(cls, model), adam(model), []
+    for _ in range(2):
+        model.add_head("t0", make_head())
+        method.begin_task("t0", optimizer)
+        method.cancel_task()
+        del model.heads["t0"]
+    for number in range(2):
+        task = f"t{number}"
+        model.add_head(task, make_head())
+        method.begin_task(task, optimizer)
+        if cls is HAT:
+            method.embedding.data.sign_().mul_(3)  # gates that are 0 or 1, as after a long training
+        learn(method, optimizer, number, epochs=3, begin=False)
+        outputs.append(model.eval()(x, "t0"))
+    assert torch.equal(*outputs)

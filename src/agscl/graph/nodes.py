@@ -610,12 +610,13 @@ class NodeGraph:
         self._check_outputs(probe, traces)
         self._check_sites(task, traces)
         for name, trace in read.items():
+            module = self._reader_only_layers[name]
+            if name in self.readers and self.readers[name].module is not module:
+                del self.readers[name]  # of a head that was replaced since
             for layer, nodes in trace.nodes.items():
                 nodes = nodes.long()
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
-                reader = self.readers.setdefault(
-                    name, Reader(name, self._reader_only_layers[name], groups, not _is_within(name, self.exclude))
-                )
+                reader = self.readers.setdefault(name, Reader(name, module, groups, not _is_within(name, self.exclude)))
                 reader.sources = torch.where(reader.sources >= 0, reader.sources, groups)
                 self.readers_of[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(task)
