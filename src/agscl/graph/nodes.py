@@ -133,6 +133,8 @@ class NodeGraph:
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+        if self.heads is not None:
+            arguments = self.heads.split_arguments(example_input)
         _check_example(example_input)
         self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
         try:
