@@ -292,3 +292,49 @@ def test_a_head_that_replaced_another_before_its_task_was_learned_keeps_its_outp
         learn(method, optimizer, number, epochs=3, begin=False)
         outputs.append(model.eval()(x, "t0"))
     assert torch.equal(*outputs)
+
+
+class Scale(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(shape) + 0.5)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class ScaledBlock(nn.Module):
+    """A residual block with a scale of its own, as LayerScale."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.scale = nn.Linear(16, 16), nn.Linear(16, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, x):
+        x = F.relu(self.fc1(x))
+        return F.relu(x + self.scale * self.fc2(x))
+
+
+SCALED = {
+    "mlp": lambda: nn.Sequential(nn.Linear(16, 32), Scale(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), Scale(8, 1, 1), nn.ReLU()),
+    "residual": ScaledBlock,
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("cls", [AGSCL, PaperAGSCL])
+def test_a_learned_scale_is_refused_and_once_frozen_as_the_message_says_old_outputs_keep_their_bits(cls, name):
+    torch.manual_seed(0)
+    model, settings = MultiHead(SCALED[name]()), {"lam": math.inf} if cls is PaperAGSCL else {}
+    with pytest.raises(NodeGraphError, match="scales or shifts each node by itself, freeze it") as caught:
+        make(cls, model, **settings)
+    frozen = re.search(r"model\.get_parameter\('(.*)'\)\.requires_grad_\(False\)", str(caught.value))[1]
+    model.get_parameter(frozen).requires_grad_(False)
+    method, optimizer, recorded, x = make(cls, model, **settings), adam(model), [], blobs(0)[0][0]
+    for number in range(3):
+        learn(method, optimizer, number, epochs=3)
+        model.eval()
+        recorded.append(model(x, f"t{number}"))
+        assert all(torch.equal(model(x, f"t{task}"), output) for task, output in enumerate(recorded))
+    assert method.certificate().kind == "guaranteed"

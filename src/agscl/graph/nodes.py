@@ -320,11 +320,18 @@ class NodeGraph:
             f"the trained parameter {name} ({type(module).__name__}) belongs to no node: nodes are outputs of Linear "
             "and Conv layers, with the scale and shift of BatchNorm."
         )
+        remedy = "Make it with affine=False." if isinstance(module, _InstanceNorm) else ""
+        parameter = self.model.get_parameter(name)
+        if parameter.numel() == max(parameter.shape, default=1) and not type(module).__module__.startswith("torch."):
+            remedy = (
+                f"If it scales or shifts each node by itself, freeze it, model.get_parameter({name!r})."
+                "requires_grad_(False): the Linear or Conv layers beside it learn the same."
+            )
         layers = (name for name, layer in self.model.named_modules() if isinstance(layer, LAYERS))
         if holder and not all(_is_within(name, (holder, *self._head_names)) for name in layers):
-            remedy = "Make it with affine=False." if isinstance(module, _InstanceNorm) else ""
             return Refusal(holder, reason, remedy, (holder,))
-        return Refusal(holder or name, reason, "Move it into a module of its own, and exclude that one.")
+        remedy += f"{' Or move' if remedy else 'Move'} it into a module of its own, and exclude that one."
+        return Refusal(holder or name, reason, remedy)
 
     def _check_layer(self, name: str, module: nn.Module) -> Iterator[Refusal]:
         base_class = next(layer_class for layer_class in LAYERS if isinstance(module, layer_class))
