@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from agscl import AGSCL, FineTune, MultiHead, PaperAGSCL
-from loops import blobs, learn, mlp
+from agscl import AGSCL, EWC, HAT, MAS, FineTune, LwF, MultiHead, PaperAGSCL
+from agscl.methods._parts.node_method import NodeMethod
+from loops import bits, blobs, learn, mlp, same
 
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
 
@@ -211,4 +212,47 @@ def test_several_inputs_go_to_the_trunk_in_a_list_or_dict_and_a_call_with_two_sa
     optimizer.step()
     method.end_epoch()
     method.end_task([([x, x], torch.zeros(5, dtype=torch.long))])
+    assert method.certificate().important
+
+
+@pytest.mark.parametrize("cls", [AGSCL, HAT, EWC, MAS, LwF])
+def test_several_inputs_in_a_tuple_are_learned_to_the_bit_as_those_in_a_list_are(cls):
+    def train(kind):
+        torch.manual_seed(0)
+        model, inputs = MultiHead(TwoInputs(), features=8), kind(X.split(4, 1))
+        method = cls(model, inputs) if issubclass(cls, NodeMethod) else cls(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        for task in ("a", "b"):
+            model.add_head(task, 2)
+            method.begin_task(task, optimizer, epochs=1, steps_per_epoch=2)
+            for _ in range(2):
+                output = model(inputs, task)
+                optimizer.zero_grad()
+                (F.cross_entropy(output, Y) + method.loss(inputs, output)).backward()
+                optimizer.step()
+            method.end_epoch()
+            method.end_task([(inputs, Y)])
+        return bits(model)
+
+    assert same(train(tuple), train(list))
+
+
+class TwoArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.heads = TwoInputs(), nn.ModuleDict({"a": nn.Linear(8, 2)})
+
+    def forward(self, left, right, task):
+        return self.heads[task](self.trunk([left, right]))
+
+
+@pytest.mark.parametrize("named", [(), ("a",)], ids=["inputs", "inputs and task"])
+def test_a_tuple_stands_for_several_arguments_where_the_forward_pass_has_them_before_its_task(named):
+    model, inputs = TwoArguments(), X.split(4, 1)
+    method, optimizer = AGSCL(model, (*inputs, *named), heads="heads"), torch.optim.Adam(model.parameters())
+    method.begin_task("a", optimizer, epochs=1)
+    F.cross_entropy(model(*inputs, "a"), Y).backward()
+    optimizer.step()
+    method.end_epoch()
+    method.end_task([(inputs, Y)])
     assert method.certificate().important

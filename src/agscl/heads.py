@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from agscl.system.describe import describe_value
 
@@ -74,8 +75,7 @@ class MultiHead(nn.Module):
     >>> logits = model(x, "birds")
 
     A linear head that is added before the first forward pass gets its number of inputs there. The trunk gets one input,
-    as it is: several come in a list or a dict, `model([x1, x2], "birds")`. (A tuple is taken by methods for several
-    arguments of the forward pass.)
+    as it is: several come in a list, a tuple or a dict, `model([x1, x2], "birds")`.
     """
 
     def __init__(self, trunk: nn.Module, *, features: int | None = None) -> None:
@@ -393,14 +393,24 @@ class Heads:
         """Whether the model's forward pass has an argument for the task."""
         return self.task_position is not None
 
+    def split_arguments(self, inputs: Any) -> tuple[Any, ...]:
+        """The arguments of the forward pass in `inputs`: those of a tuple, else a single one.
+
+        A tuple with tensors where the forward pass has its task, as (x1, x2) for a `MultiHead`, is one argument too.
+        """
+        if not isinstance(inputs, tuple):
+            return (inputs,)
+        position = len(inputs) if self.task_position is None else self.task_position
+        leaves = tree_leaves(inputs[position : position + 1])
+        return (inputs,) if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves) else inputs
+
     def call_model(self, inputs: Any, task: str, tasks: Sequence[str], model: Callable[..., Any] | None = None) -> Any:
-        """Run the model (or `model`, called alike) on `inputs` for `task`: a tensor, or a tuple of leading arguments.
+        """Run the model (or `model`, called alike) on `inputs`, as `split_arguments` takes them, for `task`.
 
         That is `model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task.
         """
         model = model or self.model
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        position = self.task_position
+        arguments, position = self.split_arguments(inputs), self.task_position
         if position is None:
             return self._select_output(model(*arguments), task, tasks)
         before, after = arguments[:position], arguments[position + 1 :]

@@ -1398,3 +1398,77 @@ def test_a_graph_built_before_there_is_a_head_is_the_one_built_with_a_head(name)
     for reader in late.readers:
         assert torch.equal(early.readers[reader].sources, late.readers[reader].sources)
     assert all(torch.equal(early.layers[layer].groups, late.layers[layer].groups) for layer in late.layers)
+
+
+class SharedReLU(nn.Module):
+    """A model whose heads share the trunk's ReLU module and are made before the trunk."""
+
+    def __init__(self, *, last_relu: bool) -> None:
+        super().__init__()
+        self.relu, self.last_relu = nn.ReLU(), last_relu
+        self.heads = nn.ModuleList(nn.Sequential(self.relu, nn.Linear(8, 3)) for _ in range(2))
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, task: int) -> Any:
+        features = self.fc2(self.relu(self.fc1(x)))
+        return self.heads[task](self.relu(features) if self.last_relu else features)
+
+
+def test_relus_within_heads_are_no_sites_also_where_trunk_and_heads_share_the_module() -> None:
+    graph = NodeGraph(SharedReLU(last_relu=True), (torch.randn(2, 4), 0), heads="heads")
+    assert [site.index for site in graph.relu_sites] == [0, 1]
+    assert list(graph.layers) == ["fc1", "fc2"]
+
+
+def test_a_layer_whose_only_relu_is_in_a_head_is_refused_with_the_advice_to_put_one_before_the_head() -> None:
+    trunk = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = MultiHead(trunk)
+    model.add_head("a", nn.Sequential(nn.ReLU(), nn.Linear(8, 3)))
+    words = r"Let a ReLU come next\. ReLUs within heads do not count"
+    with pytest.raises(NodeGraphError, match=rf"trunk\.2: .*{words}"):
+        NodeGraph(model, (torch.randn(2, 4), "a"))
+    with pytest.raises(NodeGraphError, match=rf"trunk\.2: .*{words}"):
+        NodeGraph(MultiHead(trunk), torch.randn(2, 4))
+    with pytest.raises(NodeGraphError, match=rf"fc2: .*{words}"):
+        NodeGraph(SharedReLU(last_relu=False), (torch.randn(2, 4), 0), heads="heads")
+    model.trunk.append(nn.ReLU())
+    assert list(NodeGraph(model, (torch.randn(2, 4), "a")).layers) == ["trunk.0", "trunk.2"]
+
+
+class Selected(nn.Module):
+    """A head that reads some of the features, in an order of its own."""
+
+    def __init__(self, *columns: int) -> None:
+        super().__init__()
+        self.columns, self.linear = list(columns), nn.Linear(len(columns), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, self.columns])
+
+
+@pytest.mark.parametrize("columns", [range(7, -1, -1), range(3)], ids=["reversed", "some"])
+@pytest.mark.parametrize("second", [3, {"a": 3, "b": 1}], ids=["linear", "dict"])
+def test_a_linear_head_after_one_that_selects_features_reads_the_features_themselves(columns, second) -> None:
+    model = MultiHead(small_trunk())
+    model.add_head("a", Selected(*columns))
+    graph = NodeGraph(model, (torch.randn(2, 4), "a"))
+    assert graph.readers["heads.a.linear"].sources.tolist() == [8 + column for column in columns]
+    model.add_head("b", second)
+    graph.trace_head("b", ["a", "b"])
+    read = [reader for name, reader in graph.readers.items() if name.startswith("heads.b")]
+    assert read
+    assert all(torch.equal(reader.sources, graph.layers["trunk.2"].groups) for reader in read)
+
+
+def test_a_task_whose_forward_pass_skips_a_relu_of_the_graph_is_refused_as_often_as_it_is_tried() -> None:
+    class Skipping(MultiHead):
+        def forward(self, x: Any, task: str) -> Any:
+            return super().forward(x, task) if task == "a" else self.heads[task](self.trunk[:2](x))
+
+    model = Skipping(small_trunk(), features=8)
+    model.add_head("a", 3)
+    graph = NodeGraph(model, torch.randn(2, 4), tasks=["a"])
+    model.add_head("b", 3)
+    for _ in range(2):
+        with pytest.raises(NodeGraphError, match=r"trunk\.2: .* ReLU number 2, which .* task 'b' does not reach"):
+            graph.trace_head("b", ["a", "b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 
@@ -212,3 +213,128 @@ def test_an_excluded_layer_that_reads_nodes_is_warned_of_when_the_next_task_trai
     model.add_head("t1", 3)
     with pytest.warns(SelfCheckWarning, match=r"trunk\.2 is left out .* may be forgotten\. PackNet and WSN"):
         method.begin_task("t1", optimizer, epochs=1)
+
+
+HEADS = {
+    "plain": lambda: 3,
+    "relu first": lambda: nn.Sequential(nn.ReLU(), nn.Linear(32, 3)),
+    "hidden layer": lambda: nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3)),
+    "dict": lambda: {"a": 2, "b": nn.Sequential(nn.ReLU(), nn.Linear(32, 1))},
+}
+
+
+def call(model, x, task):
+    output = model(x, task)
+    return torch.cat(list(output.values()), 1) if isinstance(output, dict) else output
+
+
+@pytest.mark.parametrize("head_first", [True, False], ids=["head, method", "method, head"])
+@pytest.mark.parametrize("order", list(itertools.permutations(HEADS, 2)), ids=", ".join)
+@pytest.mark.parametrize("cls", [AGSCL, PaperAGSCL, HAT])
+def test_heads_with_and_without_relus_follow_each_other_and_old_outputs_keep_their_bits(cls, order, head_first):
+    torch.manual_seed(0)
+    model, x, recorded = MultiHead(mlp()), torch.cat([x for x, _ in blobs(0)]), {}
+    if head_first:
+        model.add_head("t0", HEADS[order[0]]())
+    method, optimizer = make(cls, model, **({"lam": math.inf} if cls is PaperAGSCL else {})), adam(model)
+    for number, kind in enumerate([*order, order[0]]):
+        task, data = f"t{number}", blobs(number)
+        if task not in model.heads:
+            model.add_head(task, HEADS[kind]())
+        method.begin_task(task, optimizer, epochs=3, steps_per_epoch=len(data))
+        if cls is HAT:
+            method.embedding.data.sign_().mul_(3)  # gates that are 0 or 1, as after a long training
+        for _ in range(3):
+            for inputs, labels in data:
+                optimizer.zero_grad()
+                F.cross_entropy(call(model, inputs, task), labels).backward()
+                optimizer.step()
+            method.end_epoch()
+        method.end_task(data)
+        model.eval()
+        recorded[task] = call(model, x, task).detach()
+        assert all(torch.equal(call(model, x, task), output) for task, output in recorded.items())
+        model.train()
+
+
+@pytest.mark.parametrize("head_first", [True, False], ids=["head, method", "method, head"])
+def test_a_relu_in_a_head_adds_nothing_to_the_importance_of_the_nodes_it_reads(head_first):
+    def importance(*before):
+        torch.manual_seed(0)
+        model = MultiHead(mlp(), features=32)
+        head = nn.Linear(32, 3)
+        model.add_head("t0", nn.Sequential(*before, head)) if head_first else None
+        method, optimizer = AGSCL(model, torch.zeros(2, 16)), adam(model)
+        model.add_head("t0", nn.Sequential(*before, head)) if not head_first else None
+        learn(method, optimizer, 0, epochs=2)
+        return method.knowledge.omega
+
+    assert torch.equal(importance(nn.ReLU()), importance())
+
+
+@pytest.mark.parametrize("make_head", [lambda: 3, lambda: nn.Sequential(nn.Dropout(), nn.Linear(32, 3))])
+@pytest.mark.parametrize("cls", [AGSCL, HAT])
+def test_a_head_that_replaced_another_before_its_task_was_learned_keeps_its_outputs_to_the_bit(cls, make_head):
+    torch.manual_seed(0)
+    model, x = MultiHead(mlp()), blobs(0)[0][0]
+    method, optimizer, outputs = make(cls, model), adam(model), []
+    for _ in range(2):
+        model.add_head("t0", make_head())
+        method.begin_task("t0", optimizer)
+        method.cancel_task()
+        del model.heads["t0"]
+    for number in range(2):
+        task = f"t{number}"
+        model.add_head(task, make_head())
+        method.begin_task(task, optimizer)
+        if cls is HAT:
+            method.embedding.data.sign_().mul_(3)  # gates that are 0 or 1, as after a long training
+        learn(method, optimizer, number, epochs=3, begin=False)
+        outputs.append(model.eval()(x, "t0"))
+    assert torch.equal(*outputs)
+
+
+class Scale(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(shape) + 0.5)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class ScaledBlock(nn.Module):
+    """A residual block with a scale of its own, as LayerScale."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.scale = nn.Linear(16, 16), nn.Linear(16, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, x):
+        x = F.relu(self.fc1(x))
+        return F.relu(x + self.scale * self.fc2(x))
+
+
+SCALED = {
+    "mlp": lambda: nn.Sequential(nn.Linear(16, 32), Scale(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), Scale(8, 1, 1), nn.ReLU()),
+    "residual": ScaledBlock,
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("cls", [AGSCL, PaperAGSCL])
+def test_a_learned_scale_is_refused_and_once_frozen_as_the_message_says_old_outputs_keep_their_bits(cls, name):
+    torch.manual_seed(0)
+    model, settings = MultiHead(SCALED[name]()), {"lam": math.inf} if cls is PaperAGSCL else {}
+    with pytest.raises(NodeGraphError, match="scales or shifts each node by itself, freeze it") as caught:
+        make(cls, model, **settings)
+    frozen = re.search(r"model\.get_parameter\('(.*)'\)\.requires_grad_\(False\)", str(caught.value))[1]
+    model.get_parameter(frozen).requires_grad_(False)
+    method, optimizer, recorded, x = make(cls, model, **settings), adam(model), [], blobs(0)[0][0]
+    for number in range(3):
+        learn(method, optimizer, number, epochs=3)
+        model.eval()
+        recorded.append(model(x, f"t{number}"))
+        assert all(torch.equal(model(x, f"t{task}"), output) for task, output in enumerate(recorded))
+    assert method.certificate().kind == "guaranteed"

@@ -1,11 +1,11 @@
-"""Forward passes that restore the model's state afterwards, and a watcher that reports every ReLU."""
+"""Forward passes that restore the model's state afterwards, and watchers that report every ReLU and what runs."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from agscl.heads import MultiHead
 
-__all__ = ["ReLUWatcher", "preserve_model_state", "switch_mode"]
+__all__ = ["ReLUWatcher", "preserve_model_state", "switch_mode", "watch_running"]
 
 _RELUS = {F.relu, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _CLAMPS = {F.hardtanh, torch.clamp, torch.clamp_, torch.clamp_min, torch.clamp_min_}  # nn.ReLU6 calls F.hardtanh
@@ -82,6 +82,24 @@ def _run_uncompiled() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+@contextmanager
+def watch_running(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Yield a list that always holds those of `modules` that run at the moment."""
+    running: list[nn.Module] = []
+
+    def record_entry(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def record_exit(module: nn.Module, args: Any, output: Any) -> None:
+        del running[-1:]
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(record_entry))
+            stack.enter_context(module.register_forward_hook(record_exit, always_call=True))
+        yield running
 
 
 class ReLUWatcher(TorchFunctionMode):

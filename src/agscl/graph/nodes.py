@@ -133,6 +133,8 @@ class NodeGraph:
         self.heads = Heads(model, heads) if heads is not None or isinstance(model, MultiHead) else None
         self._tasks = list(tasks)
         arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+        if self.heads is not None:
+            arguments = self.heads.split_arguments(example_input)
         _check_example(example_input)
         self.example: tuple[Any, ...] = tree_map(_first_sample, arguments)
         try:
@@ -285,6 +287,24 @@ class NodeGraph:
         """The layers of heads and of excluded modules: their inputs are nodes, their outputs are not."""
         return {n: m for n, m in self.model.named_modules() if isinstance(m, LAYERS) and self._is_head_or_excluded(n)}
 
+    def list_head_modules(self) -> dict[str, nn.Module]:
+        """Modules of heads alone, but for Linear and Conv layers, by name. Their ReLUs are no sites: tasks differ in
+        them."""
+        inside: dict[str, nn.Module] = {}
+        outside: set[int] = set()
+        waiting = [("", self.model, False)]
+        while waiting:  # not named_modules, which takes longer for hundreds of heads
+            name, module, in_head = waiting.pop()
+            in_head = in_head or name in self._head_names
+            if in_head:
+                inside[name] = module
+            else:
+                outside.add(id(module))
+            for key, child in module._modules.items():
+                if child is not None and not isinstance(child, LAYERS):
+                    waiting.append((f"{name}.{key}" if name else key, child, in_head))
+        return {name: module for name, module in inside.items() if id(module) not in outside}
+
     def _is_head_or_excluded(self, name: str) -> bool:
         return _is_within(name, self._head_names) or _is_within(name, self.exclude)
 
@@ -300,11 +320,18 @@ class NodeGraph:
             f"the trained parameter {name} ({type(module).__name__}) belongs to no node: nodes are outputs of Linear "
             "and Conv layers, with the scale and shift of BatchNorm."
         )
+        remedy = "Make it with affine=False." if isinstance(module, _InstanceNorm) else ""
+        parameter = self.model.get_parameter(name)
+        if parameter.numel() == max(parameter.shape, default=1) and not type(module).__module__.startswith("torch."):
+            remedy = (
+                f"If it scales or shifts each node by itself, freeze it, model.get_parameter({name!r})."
+                "requires_grad_(False): the Linear or Conv layers beside it learn the same."
+            )
         layers = (name for name, layer in self.model.named_modules() if isinstance(layer, LAYERS))
         if holder and not all(_is_within(name, (holder, *self._head_names)) for name in layers):
-            remedy = "Make it with affine=False." if isinstance(module, _InstanceNorm) else ""
             return Refusal(holder, reason, remedy, (holder,))
-        return Refusal(holder or name, reason, "Move it into a module of its own, and exclude that one.")
+        remedy += f"{' Or move' if remedy else 'Move'} it into a module of its own, and exclude that one."
+        return Refusal(holder or name, reason, remedy)
 
     def _check_layer(self, name: str, module: nn.Module) -> Iterator[Refusal]:
         base_class = next(layer_class for layer_class in LAYERS if isinstance(module, layer_class))
@@ -364,6 +391,7 @@ class NodeGraph:
             reader_only=self._reader_only_layers,
             norms=self._norm_layers,
             excluded={name: self.model.get_submodule(name) for name in self.exclude},
+            heads=self.list_head_modules().values(),
         )
 
     # Building the graph from what was measured -----------------------------------------------------------------------
@@ -502,6 +530,8 @@ class NodeGraph:
             if not bool(active[layer.groups].all()):
                 remedy = "Let a ReLU come next."
                 readers = [reader for reader in self.readers_of[layer.name] if not self.readers[reader].is_head]
+                if self.heads is not None and not readers:
+                    remedy += " ReLUs within heads do not count: not every task may have them."
                 if isinstance(self.model, MultiHead) and not readers:
                     remedy += " If it is an output layer, take it out of the trunk: every task gets a head of its own."
                 elif not self.readers_of[layer.name]:
@@ -525,11 +555,7 @@ class NodeGraph:
     def _refuse_head(self, probe: NodeProbe, layer: str, point: ProbePoint) -> Refusal | None:
         """Refuse the module of a head that gets each node of `layer` by itself and passes it on to `point`, where no
         Linear or Conv layer lies between; None where that is no module of a head."""
-        head_modules = {
-            name: module
-            for name, module in self.model.named_modules()
-            if _is_within(name, self._head_names) and not isinstance(module, LAYERS)
-        }
+        head_modules = self.list_head_modules()
         found = None
         for (kind, name), trace in probe.trace_nodes([layer], watched=head_modules).items():
             if (kind, name) == point:
@@ -591,17 +617,31 @@ class NodeGraph:
             _raise_if_any(list(self._find_mixing(probe, ("reader", name), trace)))
             self._check_reader(name, self._reader_only_layers[name])
         self._check_outputs(probe, traces)
+        self._check_sites(task, traces)
         for name, trace in read.items():
+            module = self._reader_only_layers[name]
+            if name in self.readers and self.readers[name].module is not module:
+                del self.readers[name]  # of a head that was replaced since
             for layer, nodes in trace.nodes.items():
                 nodes = nodes.long()
                 groups = torch.cat([self.layers[layer].groups, torch.tensor([-1])])[nodes]
-                reader = self.readers.setdefault(
-                    name, Reader(name, self._reader_only_layers[name], groups, not _is_within(name, self.exclude))
-                )
+                reader = self.readers.setdefault(name, Reader(name, module, groups, not _is_within(name, self.exclude)))
                 reader.sources = torch.where(reader.sources >= 0, reader.sources, groups)
                 self.readers_of[layer][name] = int(torch.bincount(nodes[nodes >= 0]).max())
         self.prove(task)
         self._called_layers |= set(probe.outputs)
+
+    def _check_sites(self, task: str, traces: Mapping[ProbePoint, NodeTrace]) -> None:
+        """Raise where the forward pass for `task` lacks a ReLU at which activations are to be measured."""
+        for site in self.relu_sites:
+            if ("site", str(site.index)) not in traces:
+                layers = self.layers.items()
+                name = next(name for name, layer in layers if bool(torch.isin(layer.groups, site.groups).any()))
+                reason = (
+                    f"its activations are measured at ReLU number {site.index + 1}, which the forward pass for task "
+                    f"{task!r} does not reach."
+                )
+                raise NodeGraphError(Refusal(name, reason, "Let all tasks run the same ReLUs outside their heads."))
 
     def _probe_head(self, task: str, head: nn.Module) -> NodeProbe:
         """A probe of the model for `task`; an error where the forward pass calls no module of its head."""
@@ -645,14 +685,16 @@ class NodeGraph:
         if not self.model.heads:
             point = output_points[0] if len(output_points) == 1 else None
         else:
-            linear_heads = [
-                name for name in self._called_layers if _is_plain_linear(self._reader_only_layers.get(name))
-            ]
-            point = (
-                ("reader", linear_heads[0])
-                if len(linear_heads) == 1 and _is_within(linear_heads[0], self._head_names)
-                else None
+            heads = self.model.heads.values()
+            parts = {
+                id(part) for head in heads for part in (head.values() if isinstance(head, nn.ModuleDict) else [head])
+            }
+            linear_heads = (
+                name
+                for name, module in self._reader_only_layers.items()
+                if name in self._called_layers and _is_plain_linear(module) and id(module) in parts
             )
+            point = next((("reader", name) for name in linear_heads), None)
         if point is None or point not in nodes_at:
             return
         self.features = group_of[nodes_at[point].flatten()]

@@ -8,7 +8,7 @@ outputs of node layers are not used, so a change never travels past the layers t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state
+from agscl.graph.forward import ReLUWatcher, preserve_model_state, watch_running
 from agscl.graph.refusals import NodeGraphError, Refusal
 
 __all__ = ["LAYERS", "ExpectedGroups", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
@@ -85,7 +85,7 @@ class NodeProbe:
 
     `nodes` are the layers whose outputs are nodes; `reader_only` other layers that may read nodes (those of heads and
     of excluded modules); `norms` BatchNorms, which return their input unchanged while probed; `excluded` modules, whose
-    output is replaced too.
+    output is replaced too; `heads` the modules of heads, whose ReLUs do not count.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class NodeProbe:
         reader_only: Mapping[str, nn.Module],
         norms: Mapping[str, nn.Module],
         excluded: Mapping[str, nn.Module],
+        heads: Iterable[nn.Module],
     ) -> None:
         self.model, self.forward, self.nodes, self.norms = model, forward, nodes, norms
-        self.excluded = excluded
+        self.excluded, self.heads = excluded, list(heads)
         self.inside_excluded = {
             name for name in reader_only if any(name == prefix or name.startswith(f"{prefix}.") for prefix in excluded)
         }
@@ -413,6 +414,8 @@ class NodeProbe:
 
         def record_relu(relu_input: Tensor) -> None:
             nonlocal relu_calls
+            if running_heads:
+                return
             if relu_input.dim() and len(relu_input) % rows == 0:
                 record("site", str(relu_calls), relu_input)
             relu_calls += 1
@@ -435,6 +438,7 @@ class NodeProbe:
                 if name not in self.called_repeatedly:  # an excluded layer called twice has no certain columns
                     stack.enter_context(layer.register_forward_pre_hook(watch_input("reader", name), with_kwargs=True))
                 stack.enter_context(_replace_forward(layer, replace(name, layer.forward)))
+            running_heads = stack.enter_context(watch_running(self.heads))
             stack.enter_context(ReLUWatcher(on_input=record_relu))
             output = self._forward(rows)
         for number, leaf in enumerate(tree_flatten(output)[0]):

@@ -286,7 +286,7 @@ class HAT(NodeMethod):
     """Settings that give the form behind the AGS-CL paper's table; its c is 2.5, or 0.1 for CIFAR-10/100."""
 
     def __init__(self, model: nn.Module, example_input: Any = None, **options: Any) -> None:
-        self._gate_hooks: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}  # by reader
+        self._gate_hooks: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}  # by the module of a reader
         self._gated = View()  # the weight of the layer that runs
         self._columns: dict[str, Tensor] = {}  # per reader, the group that each weight reads
         self._trunk_columns = torch.empty(0, dtype=torch.long)  # those of the trunk's layers, concatenated,
@@ -359,10 +359,10 @@ class HAT(NodeMethod):
 
     def _register_gates(self) -> None:
         """Hook every layer that reads nodes, heads included, which has no hook yet."""
-        readers, device = self.graph.readers, self.knowledge.used.device
+        readers, hooked, device = self.graph.readers, self._gate_hooks, self.knowledge.used.device
         known = self._columns if self._trunk_columns.device == device else {}
         self._columns = {
-            name: known[name] if name in known else reader.source_groups().to(device)
+            name: known[name] if name in known and reader.module in hooked else reader.source_groups().to(device)
             for name, reader in readers.items()
         }
         trunk = {name: columns for name, columns in self._columns.items() if not readers[name].is_head}
@@ -371,8 +371,8 @@ class HAT(NodeMethod):
             [self._trunk_columns.new_empty(0, device=device), *map(torch.flatten, trunk.values())]
         )
         for name, reader in readers.items():
-            if name not in self._gate_hooks:
-                self._gate_hooks[name] = (
+            if reader.module not in hooked:
+                hooked[reader.module] = (
                     reader.module.register_forward_pre_hook(partial(self._gate_weight, name)),
                     reader.module.register_forward_hook(self._ungate_weight, always_call=True),
                 )

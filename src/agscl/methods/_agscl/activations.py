@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state
+from agscl.graph.forward import ReLUWatcher, preserve_model_state, watch_running
 from agscl.graph.nodes import NodeGraph
 from agscl.system.distributed import sum_over_ranks_
 from agscl.system.sums import sum_dtype
@@ -36,6 +36,8 @@ def measure_activations(
 
     def record_relu(output: Tensor) -> None:
         nonlocal relu_calls
+        if running_heads:
+            return
         site_number = site_numbers.get(relu_calls)
         relu_calls += 1
         if site_number is None:
@@ -58,7 +60,11 @@ def measure_activations(
         nonlocal relu_calls
         relu_calls = 0
 
-    with preserve_model_state(graph.model, train=mode == "train"), graph.model.register_forward_pre_hook(restart):
+    with (
+        preserve_model_state(graph.model, train=mode == "train"),
+        graph.model.register_forward_pre_hook(restart),
+        watch_running(graph.list_head_modules().values()) as running_heads,
+    ):
         for batch in batches:
             with ReLUWatcher(on_output=record_relu):
                 forward(batch)

@@ -88,7 +88,7 @@ class NodeMethod(Method):
 
     def _can_run_model(self, example_input: Any) -> bool:
         """Whether it is known, before the first task begins, how to run the model and where its heads are."""
-        heads, argument_count = self.heads, len(example_input) if isinstance(example_input, tuple) else 1
+        heads, argument_count = self.heads, len(self.heads.split_arguments(example_input))
         if callable(heads.place):
             return False
         names_task = heads.task_position is None or argument_count > heads.task_position
