@@ -713,7 +713,7 @@ def estimate_shares(preset: str) -> dict[str, tuple[list[float], str]]:
 
 def paper_runs() -> str:
     """For each of the paper's datasets and methods, the share of a GPU that a run takes."""
-    titles = {"paper-agscl": "AGS-CL", "finetune": "fine-tuning", "rwalk": "RWALK"}
+    titles = {"paper-agscl": "AGS-CL, the paper's form", "finetune": "fine-tuning", "rwalk": "RWALK"}
     columns = PAPER_METHODS["cifar100"]
     lines = ["| seconds of one H200 per run | steps | " + " | ".join(titles.get(m, m.upper()) for m in columns) + " |"]
     lines.append("|---" * (len(columns) + 2) + "|")
@@ -947,8 +947,8 @@ def one_seed(result: Result) -> str:
         return ""
     then = other["methods"]["paper-agscl"]
     return (
-        f"A search on one seed chose λ {chosen['settings']['lam']:g} for AGS-CL on `tinyimagenet32`. On seeds 0 to 4 "
-        f"AGS-CL reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it and forgets "
+        f"A search on one seed chose λ {chosen['settings']['lam']:g} for AGS-CL's paper form on `tinyimagenet32`. On seeds "
+        f"0 to 4 it reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it and forgets "
         f"{_spread_of(chosen['forgetting'], 100, 1)} points. With λ {then['settings']['lam']:g}, which three seeds "
         f"chose, it reaches\n{_spread_of(then['average_accuracy'], 100, 1)} % and forgets "
         f"{_spread_of(then['forgetting'], 100, 1)}."
