@@ -947,8 +947,8 @@ def one_seed(result: Result) -> str:
         return ""
     then = other["methods"]["paper-agscl"]
     return (
-        f"A search on one seed chose λ {chosen['settings']['lam']:g} for AGS-CL's paper form on `tinyimagenet32`. On seeds "
-        f"0 to 4 it reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it and forgets "
+        f"A search on one seed chose λ {chosen['settings']['lam']:g} for the paper's form on `tinyimagenet32`. On "
+        f"seeds 0 to 4 it reaches\n{_spread_of(chosen['average_accuracy'], 100, 1)} % with it and forgets "
         f"{_spread_of(chosen['forgetting'], 100, 1)} points. With λ {then['settings']['lam']:g}, which three seeds "
         f"chose, it reaches\n{_spread_of(then['average_accuracy'], 100, 1)} % and forgets "
         f"{_spread_of(then['forgetting'], 100, 1)}."

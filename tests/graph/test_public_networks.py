@@ -56,7 +56,7 @@ def test_a_public_network_keeps_old_logits_to_the_bit(site, library, name):
 
 def test_a_public_network_with_many_refused_layers_is_refused_once_with_advice_that_works(site):
     result = try_network(site, "timm", "mobilenetv2_035")
-    assert result["refused"] > 20
+    assert result["refused"] > 10
     assert result["layers"] > 10, "following the advice gives a graph"
 
 
