@@ -821,6 +821,24 @@ def atari_cut_off(result: Result) -> str:
     return "\n".join([*lines, "", f"{result['note']} {source(result)}"])
 
 
+@made_from("atari8-short-cut-off")
+def atari_unused_nodes(result: Result) -> str:
+    """How many nodes of the second game's budget were used, and what its frozen and fresh nodes look like."""
+    run = result["methods"]["agscl"]
+    first, second = run["capacity"][:2]
+    given, used = (sum(layer["taken_by_last"] for layer in layers) for layers in (first, second))
+    nodes = next(game["nodes"] for game in run["activations"]["games"] if game["game"] == "boxing")
+    layer = {each["since"]: each for each in nodes if each["layer"] == second[1]["layer"]}
+    frozen, fresh = layer["star_gunner"], layer["being learned"]
+    unused = [each["layer"] for each in second if not each["taken_by_last"]]
+    return (
+        f"Of the {given} nodes that AGS-CL gave boxing {used} were in use at its end, none of them in "
+        f"`{', '.join(unused)}`. On boxing's pictures the nodes\nof `{second[1]['layer']}` that are frozen since "
+        f"star_gunner have a mean activation of {frozen['mean_activation']:.1f}, and fresh ones of "
+        f"{fresh['mean_activation']:.1f}. {source(result)}"
+    )
+
+
 @made_from("benchmarks/ppo_cuda")
 def atari_cost_on_gpu(result: Result) -> str:
     rate = result["contenders"]["ours, AGS-CL"]["steps_per_second"]
@@ -1102,6 +1120,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shared-or-alone": shared_or_alone,
     "atari-cost-on-gpu": atari_cost_on_gpu,
     "atari-cut-off": atari_cut_off,
+    "atari-unused-nodes": atari_unused_nodes,
     "atari-cost": atari_cost,
     "without-fast": without_fast,
     "cuda-tests": cuda_tests,

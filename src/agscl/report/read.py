@@ -102,14 +102,16 @@ class Line:
     outcomes: list[Outcome]
 
     @property
-    def learned(self) -> int:
+    def tasks_learned(self) -> int:
         """How many tasks the seed that is furthest has learned."""
         return max((len(outcome.accuracies) for outcome in self.outcomes), default=0)
 
     @property
     def complete(self) -> list[Outcome]:
         """Those that learned as many tasks as any: only these can be averaged."""
-        return [outcome for outcome in self.outcomes if self.learned and len(outcome.accuracies) == self.learned]
+        return [
+            outcome for outcome in self.outcomes if self.tasks_learned and len(outcome.accuracies) == self.tasks_learned
+        ]
 
     def summarize(self, metric: str) -> dict[str, float | None]:
         """Mean and standard deviation over seeds of average_accuracy, forgetting, stability or plasticity."""
@@ -157,12 +159,12 @@ class ReportData:
         """Whether the figures at the end are those of all tasks."""
         if self.kind == "run":
             return self.detail is None or self.detail.finished
-        return self.own_tasks or self.learned == len(self.tasks)
+        return self.own_tasks or self.tasks_learned == len(self.tasks)
 
     @property
-    def learned(self) -> int:
+    def tasks_learned(self) -> int:
         """How many tasks the method that is furthest has learned."""
-        return max((line.learned for line in self.lines if not is_bound(line.method)), default=0)
+        return max((line.tasks_learned for line in self.lines if not is_bound(line.method)), default=0)
 
     @property
     def is_score(self) -> bool:
@@ -180,19 +182,19 @@ class ReportData:
     def ranked(self) -> list[Line]:
         """Lines by their average accuracy, the highest first; bounds are no methods that one could use.
 
-        Averages over fewer tasks cannot be compared: of several runs, methods that are `behind` are not ranked.
+        Averages over fewer tasks cannot be compared: of several runs, those that are `unranked` are left out.
         """
-        behind = self.behind
-        methods = [line for line in self.lines if not is_bound(line.method) and line not in behind]
+        unranked = self.unranked
+        methods = [line for line in self.lines if not is_bound(line.method) and line not in unranked]
         found = [(mean, line) for line in methods if (mean := line.summarize("average_accuracy")["mean"]) is not None]
         return [line for _, line in sorted(found, key=lambda pair: -pair[0])]
 
     @property
-    def behind(self) -> list[Line]:
+    def unranked(self) -> list[Line]:
         """Methods of a comparison that have learned fewer tasks than others."""
         if self.kind == "run" or self.own_tasks:
             return []
-        return [line for line in self.lines if not is_bound(line.method) and line.learned < self.learned]
+        return [line for line in self.lines if not is_bound(line.method) and line.tasks_learned < self.tasks_learned]
 
 
 def read_report(paths: Sequence[Path]) -> ReportData:

@@ -147,11 +147,12 @@ def _make_average_section(report: ReportData) -> Section | None:
         lead += " Click a name in the legend to see it alone."
     quantity = "average score, %" if report.is_score else "average accuracy, %"
     rows = []
-    for line in [*(report.ranked or report.lines), *report.behind]:
+    for line in [*(report.ranked or report.lines), *report.unranked]:
         if line.complete:
             rows.append(
                 [
-                    line.label + (f" (after {words.count(line.learned, 'task')})" if line in report.behind else ""),
+                    line.label
+                    + (f" (after {words.count(line.tasks_learned, 'task')})" if line in report.unranked else ""),
                     _format_settings(line.settings),
                     str(len(line.complete)),
                     spread(line.summarize("average_accuracy"), unit=""),

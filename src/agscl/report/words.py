@@ -153,7 +153,7 @@ def _judge_comparison(report: ReportData) -> PageVerdict:
     over = f" over {count(seeds, 'seed')}" if seeds > 1 else ""
     lost = best.summarize("forgetting")
     forgot = "forgot nothing" if lost["mean"] == 0 else f"forgot {spread(lost)}"
-    state = "" if report.finished else f"So far, after {report.learned} of {len(report.tasks)} tasks: "
+    state = "" if report.finished else f"So far, after {report.tasks_learned} of {len(report.tasks)} tasks: "
     average = spread(best.summarize("average_accuracy"))
     sentence = (
         f"of {count(len(ranked), 'method')}, {best.label} has the highest average {quantity}{over}: {average}, "
@@ -181,9 +181,9 @@ def _judge_comparison(report: ReportData) -> PageVerdict:
             f"Fine-tuning ended at {spread(reference.summarize('average_accuracy'))} and forgot "
             f"{spread(reference.summarize('forgetting'))}."
         )
-    if report.behind:
-        behind = ", ".join(f"{line.label} (after {count(line.learned, 'task')})" for line in report.behind)
-        details.append(f"Not compared yet, having learned fewer tasks: {behind}.")
+    if report.unranked:
+        unranked = ", ".join(f"{line.label} (after {count(line.tasks_learned, 'task')})" for line in report.unranked)
+        details.append(f"Not compared yet, having learned fewer tasks: {unranked}.")
     tone, badge = ("plain", "measured") if report.finished else ("wait", "not finished")
     return PageVerdict(tone, badge, sentence, details)
 
