@@ -47,13 +47,18 @@ def test_a_recording_stops_at_its_limit():
     assert not recording.is_complete
 
 
-def test_a_long_recording_leaves_pictures_out_until_it_is_small(tmp_path):
+@pytest.mark.parametrize(
+    ("max_bytes", "steps", "pictures", "every"), [(10**6, 40, 40, 1), (48_000, 40, 20, 2), (24_000, 20, 10, 2)]
+)
+def test_a_recording_that_is_too_large_leaves_out_every_second_picture_then_its_end(
+    tmp_path, max_bytes, steps, pictures, every
+):
     recording = Recording(make_noise(40), 15.0, 0.0, is_complete=True)
-    recording.save_gif(tmp_path / "play" / "noise.gif", max_bytes=24_000)
+    assert recording.save_gif(tmp_path / "play" / "noise.gif", max_bytes) == steps
     with Image.open(tmp_path / "play" / "noise.gif") as stored:
-        assert stored.n_frames == 10
-        assert stored.info["duration"] == pytest.approx(4 * 1000 / 15, abs=10), "it lasts as long"
-    assert (tmp_path / "play" / "noise.gif").stat().st_size <= 24_000
+        assert stored.n_frames == pictures
+        assert stored.info["duration"] == pytest.approx(every * 1000 / 15, abs=10), "it is as fast"
+    assert (tmp_path / "play" / "noise.gif").stat().st_size <= max_bytes
 
 
 def test_greedy_play_of_gymnasium_is_the_first_episode_of_an_evaluation():

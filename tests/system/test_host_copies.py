@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agscl.system.host_copies import copy_to_host
+from agscl.system.host_copies import HostCopy, copy_to_host
 
 
-def test_what_is_on_the_host_stays_as_it_is():
+def test_a_copy_holds_what_the_tensor_was_when_it_was_made():
     tensor = torch.arange(3)
-    assert copy_to_host(tensor) is tensor
+    copy = HostCopy(tensor)
+    tensor.zero_()
+    assert copy.wait().tolist() == [0, 1, 2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

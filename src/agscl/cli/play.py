@@ -19,7 +19,7 @@ def play(
     steps: Annotated[int, describe("N")] = 1000,
     runs: Runs = Path("runs"),
 ) -> int:
-    """Record an agent's greedy play as GIFs of at most 1 MB.
+    """Record an agent's greedy play as GIFs of at most 1 MB together.
 
     The agent is that of the run's last checkpoint.
 
@@ -33,6 +33,7 @@ def play(
     """
     from agscl.cli.console import print_line
     from agscl.experiments.play import load_agent
+    from agscl.reinforcement.recording import MAX_BYTES
 
     check_at_least_one("--steps", steps)
     if out is not None and (task is None or out.suffix.lower() != ".gif"):
@@ -42,11 +43,13 @@ def play(
     known = [learned.name for learned in agent.tasks[: len(agent.model.heads)]]
     if task is not None and task not in known:
         raise UsageError(f"{folder} has not learned a task {task!r}. It has: {', '.join(known)}")
-    for name in known if task is None else [task]:
+    names = known if task is None else [task]
+    for name in names:
         with value_errors_as_usage_errors():
             recording = agent.record_play(known.index(name), steps)
         path = out or folder / "play" / f"{name}.gif"
-        recording.save_gif(path)
-        played = f"{len(recording.pictures)} steps{'' if recording.is_complete else ', not to its end'}"
+        shown, steps = recording.save_gif(path, MAX_BYTES // len(names)), len(recording.pictures)
+        played = f"{steps} steps{'' if recording.is_complete else ', not to its end'}"
+        played += f"; the first {shown} shown" if shown < steps else ""
         print_line(f"{name}: score {recording.score:g} in {played}: {path} ({path.stat().st_size / 1000:.0f} kB)")
     return DONE

@@ -18,6 +18,7 @@ from agscl.fast import split_adam
 from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.cuda_graphs import GraphRunner
 from agscl.system.bitwise import copy_where_, zero_where_
+from agscl.system.host_copies import HostCopy
 from agscl.training.engine import Engine, PlainEngine
 from agscl.training.optimizers import KINDS, make_optimizer
 from agscl.training.trainer import Trainer
@@ -124,7 +125,7 @@ class GraphEngine(Engine):
             with self.runner.on_stream():
                 self._launch_steps(self.state)
                 self._launch_end_of_epoch(self.state)
-                self._copy_figures_to_host(self.state)
+                self.state.unreported.append((trainer.epoch, HostCopy(self.state.figures)))
             trainer.epoch, trainer.step = trainer.epoch + 1, 0
             if trainer.epoch == config.drop_at:
                 self._rate.div_(config.factor)
@@ -192,24 +193,11 @@ class GraphEngine(Engine):
         if self.trunk is not None and self.trunk.version != version:
             self.runner.forget_warm_ups()
 
-    def _copy_figures_to_host(self, state: _DeviceState) -> None:
-        """Start copying the epoch's figures to the host."""
-        if self.trainer.device.type != "cuda":
-            state.unreported.append((self.trainer.epoch, state.figures.clone(), None))
-            return
-        figures = torch.empty(3, dtype=torch.float64, pin_memory=True)
-        figures.copy_(state.figures, non_blocking=True)
-        copied = torch.cuda.Event(blocking=True)  # waiting for it leaves the core to other processes
-        copied.record()
-        state.unreported.append((self.trainer.epoch, figures, copied))
-
     def _report_epochs(self, state: _DeviceState, max_pending: int = 0) -> None:
         """Report the epochs that were launched, except the last `max_pending`; waits for those it reports."""
         while len(state.unreported) > max_pending:
-            epoch, figures, copied = state.unreported.popleft()
-            if copied is not None:
-                copied.synchronize()
-            loss, valid_loss, rate = figures.tolist()
+            epoch, figures = state.unreported.popleft()
+            loss, valid_loss, rate = figures.wait().tolist()
             self.trainer.report_epoch(epoch, loss, valid_loss if self.trainer.config.validates else None, rate)
 
     @property
@@ -292,5 +280,5 @@ class _DeviceState:
         self.stalled_epochs = torch.tensor(trainer.stalled_epochs, device=device)
         self.figures = torch.zeros(3, dtype=torch.float64, device=device)
         """Loss, validation loss and learning rate of the last epoch."""
-        self.unreported: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        """Epochs that are not reported yet: number, figures on the host, and the event after which they are valid."""
+        self.unreported: deque[tuple[int, HostCopy]] = deque()
+        """Epochs that are not reported yet: number and figures."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ WIDTH = 160
 """Of pictures; wider ones are made smaller."""
 COLOURS = 32
 MAX_BYTES = 10**6
-"""The most a file may have; where an episode needs more, every second picture is left out, again and again."""
+"""The most that a run's recordings may have together: a page holds as much."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,20 @@ class Recording:
     is_complete: bool
     """Whether the episode ended."""
 
-    def save_gif(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
-        every = 1
-        while len(data := self._encode(every)) > max_bytes and every < len(self.pictures):
-            every *= 2
+    def save_gif(self, path: Path, max_bytes: int = MAX_BYTES) -> int:
+        """Write a file of at most `max_bytes`; returns how many steps it shows.
+
+        Where it would be larger, every second picture is left out, then the later half of the steps, again and again.
+        """
+        steps, every = len(self.pictures), 1
+        while len(data := self._encode(steps, every)) > max_bytes and steps > 1:
+            steps, every = steps if every == 1 else math.ceil(steps / 2), 2
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
+        return steps
 
-    def _encode(self, every: int) -> bytes:
-        chosen, file = self.pictures[::every], io.BytesIO()
+    def _encode(self, steps: int, every: int) -> bytes:
+        chosen, file = self.pictures[:steps:every], io.BytesIO()
         duration = max(20, round(1000 * every / self.steps_per_second))  # viewers show shorter ones more slowly
         chosen[0].save(file, "GIF", save_all=True, append_images=chosen[1:], duration=duration, loop=0)
         return file.getvalue()

@@ -29,7 +29,7 @@ from agscl.reinforcement.environments import Array, Environments, EnvironmentTas
 from agscl.reinforcement.importance import make_importance_forward
 from agscl.reinforcement.ppo import PPO, Lane, add_actor_critic
 from agscl.reinforcement.recording import Recording, record_episode
-from agscl.system.host_copies import copy_to_host
+from agscl.system.host_copies import HostCopy
 from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
 from agscl.training.engine import StepCompiler, WorkRunner, make_runner, make_step_compiler
@@ -213,7 +213,7 @@ class ReinforcementTrainer:
     def evaluate(self, seeds: Mapping[int, int]) -> list[float]:
         """Of each of these tasks, the mean score of complete episodes, one in each environment, played greedily.
 
-        The tasks are played side by side: while the environments of one are stepped, the network acts for the others.
+        The tasks are played side by side: the network acts for all of them, then the environments of all are stepped.
         """
         with ExitStack() as stack:
             stack.enter_context(self._evaluating())
@@ -226,8 +226,10 @@ class ReinforcementTrainer:
             for game in games:
                 game.start_episodes()
             while playing := [game for game in games if not game.is_over]:
+                for game, actions in [(game, game.act()) for game in playing]:
+                    game.environments.send(actions.wait().numpy())
                 for game in playing:
-                    game.advance()
+                    game.observe()
             return [game.score for game in games]
 
     @torch.no_grad()
@@ -412,7 +414,10 @@ class ReinforcementTrainer:
 
 
 class GreedyGame:
-    """An episode in each environment of a task, played greedily: `start_episodes()`, then a step per `advance()`."""
+    """An episode in each environment of a task, played greedily: `start_episodes`, then `act` and `observe` in turns.
+
+    `act` launches the network and waits for nothing, so that games that are played side by side wait together.
+    """
 
     def __init__(self, trainer: ReinforcementTrainer, task: EnvironmentTask, seed: int, runner: WorkRunner) -> None:
         config = trainer.config
@@ -421,9 +426,9 @@ class GreedyGame:
         self.scores: dict[int, float] = {}  # by environment
 
     def start_episodes(self) -> None:
-        self.inputs = torch.from_numpy(self.environments.reset()).to(self.trainer.device)
+        self.observations = self.environments.reset()
+        self.inputs = torch.from_numpy(self.observations).to(self.trainer.device)
         self.actions = torch.zeros(self.count, dtype=torch.long, device=self.trainer.device)
-        self._send_actions()
 
     @property
     def is_over(self) -> bool:
@@ -433,24 +438,25 @@ class GreedyGame:
     def score(self) -> float:
         return sum(self.scores.values()) / self.count
 
-    def advance(self) -> None:
+    @torch.no_grad()
+    def act(self) -> HostCopy:
+        """Launch the choice of the next actions."""
+        with self.runner.on_stream():
+            self.inputs.copy_(torch.from_numpy(self.observations))
+            self.runner.run(("act", self.task.name), self._choose_actions)
+            return HostCopy(self.actions)
+
+    def _choose_actions(self) -> None:
+        self.actions.copy_(self.trainer._most_probable(self.task, self.inputs))
+
+    def observe(self) -> None:
+        """Wait for what the actions lead to."""
         transition = self.environments.receive()
+        self.observations = transition.observations
         for environment, score in transition.scores:
             if environment not in self.scores:  # further episodes of the same environment do not count
                 self.scores[environment] = score
                 self.environments.stop(environment)
-        if not self.is_over:
-            self.inputs.copy_(torch.from_numpy(transition.observations))
-            self._send_actions()
-
-    @torch.no_grad()
-    def _send_actions(self) -> None:
-        with self.runner.on_stream():
-            self.runner.run(("act", self.task.name), self._choose_actions)
-            self.environments.send(copy_to_host(self.actions).numpy())
-
-    def _choose_actions(self) -> None:
-        self.actions.copy_(self.trainer._most_probable(self.task, self.inputs))
 
 
 def _restore(environments: Environments, saved: dict[str, Any] | None) -> Array:
