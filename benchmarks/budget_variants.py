@@ -43,7 +43,7 @@ Change = Callable[[], None]
 
 def keep_rate() -> None:
     """The loop's learning rate is not restarted when nodes have been pruned."""
-    from agscl.fast.engine import GraphEngine
+    from agscl.fast.fast_engine import GraphEngine
     from agscl.training.plateau_schedule import PlateauSchedule
 
     for schedule in (PlateauSchedule, GraphEngine):

@@ -46,7 +46,7 @@ class Variant:
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of `TrainingConfig` that differ."""
     pieces: dict[str, bool] = field(default_factory=dict)
-    """Fields of `agscl.fast.engine.Pieces` that differ."""
+    """Fields of `agscl.fast.fast_engine.Pieces` that differ."""
 
 
 ALL = "all pieces"
@@ -69,11 +69,11 @@ VARIANTS = {
 
 def run_once(name: str, device: str, epochs: int, tiny: bool = False) -> dict[str, Any]:
     """One whole run in this process: all tasks, checkpoints and certificates included."""
-    from agscl.fast import engine
+    from agscl.fast import fast_engine
 
     start = time.perf_counter()
     variant = VARIANTS[name]
-    engine.PIECES = engine.Pieces(**variant.pieces)
+    fast_engine.PIECES = fast_engine.Pieces(**variant.pieces)
     training = {**TRAINING, **variant.training, "epochs": epochs, **(TINY if tiny else {})}
     preset = "digits" if tiny else PRESET
     config = configure(preset, method=METHOD, seed=0, device=device, reference=False, **SETTINGS, **training)

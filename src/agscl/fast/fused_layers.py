@@ -17,27 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from agscl.fast.conv3x3 import (
-    HAS_TRITON,
     IMAGE_CHANNELS,
     IMAGE_CHUNKS,
-    MAX_ELEMENTS,
     Conv3x3Function,
-    autocasts_bf16,
     conv3x3_weight_grad,
     conv_relu_input,
     conv_relu_input_backward,
     conv_relu_input_forward,
-    refuse_double_backward,
-    sum_partials,
     supports_conv_relu_input,
     supports_input,
     supports_layer,
     to_channels_last,
-    uses_triton,
     weight_grad_tiling,
 )
-from agscl.fast.forwards import can_replace_forward, replaced_forwards
 from agscl.fast.max_pool import block_max, block_max_backward, pools_blocks
+from agscl.fast.replaced_forwards import can_replace_forward, replaced_forwards
+from agscl.fast.triton_support import (
+    HAS_TRITON,
+    MAX_ELEMENTS,
+    autocasts_bf16,
+    refuse_double_backward,
+    sum_partials,
+    uses_triton,
+)
 from agscl.system.bitwise import FOREACH_PIECES, concat_pieces, split_pieces
 
 MAX_LINEAR_OUTPUTS = 1024
@@ -50,7 +52,7 @@ BIAS_CHUNKS = IMAGE_CHUNKS
 
 
 class Link(NamedTuple):
-    """A layer and what follows it."""
+    """A layer and what follows it, computed together: ReLU, max pooling, dropout."""
 
     layer: nn.Conv2d | nn.Linear
     following: tuple[nn.Module, ...]
@@ -58,13 +60,13 @@ class Link(NamedTuple):
 
     @property
     def pool_size(self) -> int:
-        """The side of the blocks that are pooled; 1 without pooling."""
+        """The side of the blocks that are pooled in the link; 1 without pooling."""
         sizes: list[Any] = [layer.kernel_size for layer in self.following if isinstance(layer, nn.MaxPool2d)]
         return sizes[0] if sizes else 1
 
     @property
     def dropout(self) -> float:
-        """The probability with which an element is dropped now."""
+        """The probability with which the link drops an element now."""
         return next((layer.p for layer in self.following if isinstance(layer, nn.Dropout) and layer.training), 0.0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class Link(NamedTuple):
 
 
 def split_into_links(chain: nn.Sequential) -> list[Link | nn.Module]:
-    """The links of a chain in order; modules that belong to none stay by themselves."""
+    """The links of a chain of layers in order; modules that belong to none stay by themselves."""
     parts: list[Link | nn.Module] = []
     layers = list(chain)
     while layers:
@@ -139,7 +141,7 @@ class FusedTrunk:
         self._compiled_for: set[tuple[Any, ...]] = set()
 
     @contextmanager
-    def enabled(self) -> Iterator[None]:
+    def use_fused_layers(self) -> Iterator[None]:
         """Let calls of the trunk run with our kernels, where `can_replace_forward` holds for a whole chain."""
         chains = [chain for chain in self.chains if all(map(can_replace_forward, chain.modules()))]
         with replaced_forwards({chain: partial(self._run_chain, chain) for chain in chains}):

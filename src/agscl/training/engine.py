@@ -123,17 +123,17 @@ class WorkRunner:
         self.graphs: dict[Hashable, Any] = {}  # by key
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """The context in which the runner's work must be launched."""
+        """The context in which the runner's work must be launched: here, any."""
         return nullcontext()
 
     def run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
         work()
 
     def forget_warm_ups(self) -> None:
-        """Run all work that has no graph yet once more before it is captured."""
+        """Nothing here: what is not captured needs no warm-up."""
 
     def release(self) -> None:
-        """Free what was captured."""
+        """Nothing here: nothing was captured that must be freed."""
 
 
 class StepCompiler:
@@ -143,7 +143,7 @@ class StepCompiler:
     """Counts up when the trunk is compiled in another way from now on: warm-ups must be repeated then."""
 
     def trunk_context(self) -> AbstractContextManager[Any]:
-        """The context in which the trunk runs on training batches, all of one size."""
+        """The context in which the trunk runs on training batches, all of one size: here, as it is."""
         return nullcontext()
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ def make_engine(trainer: Trainer) -> Engine:
     captured = uses_cuda_graphs(trainer)
     if not captured and not trainer.config.compile:
         return PlainEngine(trainer)
-    engine: Engine = importlib.import_module("agscl.fast.engine").make_fast_engine(trainer, captured=captured)
+    engine: Engine = importlib.import_module("agscl.fast.fast_engine").make_fast_engine(trainer, captured=captured)
     return engine
 
 

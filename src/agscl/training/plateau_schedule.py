@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class PlateauSchedule:
     """Decides on the host which epoch has the best weights and when the learning rate drops.
 
-    `fast.engine` decides the same on a GPU, within its graphs.
+    `fast.fast_engine` decides the same on a GPU, within its graphs.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from agscl.fast._torch_internals import allow_cached_autograd_functions, is_torch_compile_error
 from agscl.fast.conv3x3 import conv3x3, conv_relu_input, supports_conv_relu_input, supports_layer
-from agscl.fast.forwards import can_replace_forward, replaced_forwards
 from agscl.fast.max_pool import max_pool
+from agscl.fast.replaced_forwards import can_replace_forward, replaced_forwards
 from agscl.fast.warm_up import warm_up_during_import
 from agscl.system.process import gc_paused
 from agscl.training.engine import CompileFailed
@@ -52,7 +52,7 @@ class TorchCompiledTrunk:
         self.own_convolutions = own_convolutions
 
     @contextmanager
-    def enabled(self, full_batch: bool) -> Iterator[None]:
+    def use_compiled_forward(self, full_batch: bool) -> Iterator[None]:
         """Let calls of the trunk run compiled; batches that are not full run uncompiled, with rewritten layers."""
         compiled: dict[nn.Module, Any] = {}
         caches = allow_cached_autograd_functions() if self.pool_chains or self.conv3x3_layers else nullcontext()
@@ -89,7 +89,7 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_failure(error: Exception) -> CompileFailed:
-    """An error that says in one line what failed and what to do."""
+    """The error that says in one line why a network could not be compiled, and what to do."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return CompileFailed(
         "the network could not be compiled, which needs a C++ compiler and Python's headers (gcc, python3-dev): "
@@ -109,7 +109,7 @@ def supports_im2col(module: nn.Module) -> bool:
 
 
 def conv_im2col(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """The convolution of `x` as the product of its weight and the windows of `x` that it is applied to."""
+    """For torch's compiler: the convolution of `x` as the product of its weight and the windows it is applied to."""
     padding = layer.padding
     assert not isinstance(padding, str)
     if x.requires_grad or x.dim() != 4:
@@ -132,12 +132,12 @@ def _missing_to_power_of_two(count: int) -> int:
 
 
 def pool_before_relu(chain: nn.Sequential, x: Tensor) -> Tensor:
-    """The chain's output, with the maximum before bias and ReLU, neither of which changes the order of elements."""
+    """For torch's compiler: a chain's output, with max pooling before bias and ReLU, which keep elements in order."""
     return _pool_before_relu(chain, x, own_convolutions=True)
 
 
 def pool_before_relu_with_cudnn(chain: nn.Sequential, x: Tensor) -> Tensor:
-    """As `pool_before_relu`, without our convolutions."""
+    """As `pool_before_relu`, for torch's compiler too, without our convolutions."""
     return _pool_before_relu(chain, x, own_convolutions=False)
 
 

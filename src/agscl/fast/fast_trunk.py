@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from agscl.fast._torch_internals import has_forward_hooks, is_triton_error
-from agscl.fast.conv3x3 import HAS_TRITON
 from agscl.fast.fused_layers import FusedTrunk, supports_network
-from agscl.fast.torch_compile import TorchCompiledTrunk, compile_failure
+from agscl.fast.torch_compiled_trunk import TorchCompiledTrunk, compile_failure
+from agscl.fast.triton_support import HAS_TRITON
 from agscl.fast.warm_up import WarmUp
 
 
-class CompiledTrunk:
-    """Runs a trunk with our Triton kernels or compiled by torch, within `enabled()` and where it has no forward hooks.
+class FastTrunk:
+    """Runs a trunk without forward hooks by our Triton kernels or compiled by torch, within `use_fast_forward()`.
 
     With `rewrite_layers`, which is for a GPU, some layers are computed in another way, equal to rounding. If the trunk
     also computes in bfloat16, channels last (`bf16_channels_last`), and consists of plain layers alone, our kernels run
@@ -51,21 +51,21 @@ class CompiledTrunk:
         )
 
     def wait_for_warm_up(self) -> None:
-        """Wait for the threads that warm up the device and Triton; call this before the trunk is compiled."""
+        """Wait for the threads that warm up the device and Triton; call this before the fast trunk is compiled."""
         if self._warm_up is not None:
             self._warm_up.wait()
             self._warm_up = None
 
     @contextmanager
-    def enabled(self, full_batch: bool = True) -> Iterator[None]:
-        """Let calls of the trunk run the fast way; torch's compiler is used for full batches alone."""
+    def use_fast_forward(self, full_batch: bool = True) -> Iterator[None]:
+        """Let calls of the trunk run with our kernels or compiled; torch's compiler is used for full batches alone."""
         if any(map(has_forward_hooks, self.network.modules())):
             yield
         elif self.torch_compiled is not None:
-            with self.torch_compiled.enabled(full_batch):
+            with self.torch_compiled.use_compiled_forward(full_batch):
                 yield
         else:
-            with self._fused_enabled():
+            with self._use_fused_layers():
                 yield
             assert self.fused is not None
             if not self.fused.all_layers_fused:
@@ -73,13 +73,13 @@ class CompiledTrunk:
                 self.version += 1
 
     @contextmanager
-    def _fused_enabled(self) -> Iterator[None]:
+    def _use_fused_layers(self) -> Iterator[None]:
         assert self.fused is not None
         if not self._triton_checked:
             _check_triton_compiles(self.device)
             self._triton_checked = True
         try:
-            with self.fused.enabled():
+            with self.fused.use_fused_layers():
                 yield
         except Exception as error:
             if not is_triton_error(error):

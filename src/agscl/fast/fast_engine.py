@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.fast import split_adam
-from agscl.fast.compiled_trunk import CompiledTrunk
 from agscl.fast.cuda_graphs import GraphRunner
+from agscl.fast.fast_trunk import FastTrunk
 from agscl.system.bitwise import copy_where_, zero_where_
 from agscl.training.engine import Engine, PlainEngine
 from agscl.training.optimizers import KINDS, make_optimizer
@@ -50,7 +50,7 @@ def make_fast_engine(trainer: Trainer, *, captured: bool, pieces: Pieces | None 
     pieces = pieces or PIECES
     trunk = None
     if trainer.config.compile:
-        trunk = CompiledTrunk(
+        trunk = FastTrunk(
             trainer.model.trunk,
             trainer.device,
             rewrite_layers=trainer.device.type == "cuda",
@@ -66,7 +66,7 @@ def make_fast_engine(trainer: Trainer, *, captured: bool, pieces: Pieces | None 
 class CompiledEngine(PlainEngine):
     """Runs steps one by one, with a compiled trunk."""
 
-    def __init__(self, trainer: Trainer, trunk: CompiledTrunk) -> None:
+    def __init__(self, trainer: Trainer, trunk: FastTrunk) -> None:
         super().__init__(trainer)
         self.trunk = trunk
 
@@ -75,7 +75,7 @@ class CompiledEngine(PlainEngine):
         self.trunk.wait_for_warm_up()
 
     def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
-        return self.trunk.enabled(full_batch)
+        return self.trunk.use_fast_forward(full_batch)
 
 
 class GraphEngine(Engine):
@@ -87,7 +87,7 @@ class GraphEngine(Engine):
     for each task. Without a GPU the same work runs uncaptured, which tests use.
     """
 
-    def __init__(self, trainer: Trainer, trunk: CompiledTrunk | None = None, pieces: Pieces = PIECES) -> None:
+    def __init__(self, trainer: Trainer, trunk: FastTrunk | None = None, pieces: Pieces = PIECES) -> None:
         super().__init__(trainer)
         self.trunk = trunk
         self.pieces = pieces
@@ -114,10 +114,10 @@ class GraphEngine(Engine):
         self.state = _DeviceState(self.trainer)
 
     def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if self.trunk is None else self.trunk.enabled(full_batch)
+        return nullcontext() if self.trunk is None else self.trunk.use_fast_forward(full_batch)
 
     def advance(self) -> None:
-        """Launch the remaining steps and the end of the epoch under way."""
+        """Launch the graphs of the remaining steps and of the end of the epoch under way."""
         assert self.state is not None
         trainer, config = self.trainer, self.trainer.config
         with self._released_on_error():
@@ -247,7 +247,7 @@ class GraphEngine(Engine):
         state.position.zero_()
 
     def select_best(self, state: _DeviceState, valid_loss: Tensor) -> None:
-        """Keep the weights of the best epoch; drop the rate after `patience` epochs without a better one."""
+        """On the device, within a graph: keep the best epoch's weights; drop the rate after `patience` worse ones."""
         trainer, config = self.trainer, self.trainer.config
         better = valid_loss < state.best_loss
         state.best_loss.copy_(torch.where(better, valid_loss, state.best_loss))
@@ -261,13 +261,13 @@ class GraphEngine(Engine):
             self.drop_rate(drop)
 
     def drop_rate(self, condition: Tensor) -> None:
-        """Where `condition` () is true, divide the rate and clear the moments of the optimizer and of the method."""
+        """On the device: where `condition` () is true, divide the rate, clear moments of optimizer and method."""
         assert self.trainer.optimizer is not None
         self._rate.copy_(torch.where(condition, self._rate / self.trainer.config.factor, self._rate))
         self._clear_moments(condition)
 
     def restart_rate(self) -> None:
-        """Go back to the rate a task starts with: after a pruning, what stays must make up for what went."""
+        """On the device: go back to the rate a task starts with, as what a pruning leaves makes up for what went."""
         self._rate.fill_(self.trainer.config.get_restart_rate(self.trainer.epoch + 1))  # with the epoch that ends
         self._clear_moments(torch.ones((), dtype=torch.bool, device=self.trainer.device))
 

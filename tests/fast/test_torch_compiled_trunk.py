@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from agscl.fast.torch_compile import TorchCompiledTrunk
+from agscl.fast.torch_compiled_trunk import TorchCompiledTrunk
 from agscl.networks.cifar import CifarTrunk
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def assert_same_compiled(compiled, trunk, x):
     """Output and gradients."""
     found = []
-    for context in (nullcontext(), compiled.enabled(True)):
+    for context in (nullcontext(), compiled.use_compiled_forward(True)):
         trunk.zero_grad()
         with context:
             output = trunk(x)
@@ -99,7 +99,7 @@ def test_a_trunk_with_rewritten_layers_is_compiled_once_for_all_its_copies(monke
         assert compiled.im2col_layers == [trunk.conv[0]]
         assert compiled.pool_chains == [trunk.conv]
         for _ in range(2):  # of each of two tasks, say
-            with compiled.enabled(True):
+            with compiled.use_compiled_forward(True):
                 trunk(torch.zeros(2, 3, 32, 32))
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -117,7 +117,7 @@ def test_torch_may_keep_what_it_compiles_with_blocks_in_it_and_nothing_else(monk
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     trunk = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2) if maximum else nn.AvgPool2d(2))
-    with TorchCompiledTrunk(trunk, CPU, rewrite_layers=True).enabled(True):
+    with TorchCompiledTrunk(trunk, CPU, rewrite_layers=True).use_compiled_forward(True):
         trunk(torch.zeros(2, 4, 8, 8))
     assert allowed == [maximum]
     assert not config.autograd_cache_allow_custom_autograd_functions
@@ -127,11 +127,11 @@ COMPILED_ONCE_MORE = """
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from agscl.fast.torch_compile import TorchCompiledTrunk
+from agscl.fast.torch_compiled_trunk import TorchCompiledTrunk
 
 torch.manual_seed(0)
 trunk = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
-with TorchCompiledTrunk(trunk, torch.device("cpu"), rewrite_layers=True).enabled(True):
+with TorchCompiledTrunk(trunk, torch.device("cpu"), rewrite_layers=True).use_compiled_forward(True):
     output = trunk(torch.ones(2, 4, 8, 8))
 output.square().sum().backward()
 print(counters["aot_autograd"]["autograd_cache_hit"], trunk[0].weight.grad.sum().item())
@@ -177,6 +177,6 @@ def test_a_forward_pass_that_a_user_gave_to_a_convolution_stays(monkeypatch):
     own = lambda x: x.new_full((2,), 7.0)  # noqa: E731
     trunk[0].forward = own
     compiled = TorchCompiledTrunk(trunk, CPU, rewrite_layers=True)
-    with compiled.enabled(True), compiled.enabled(True):
+    with compiled.use_compiled_forward(True), compiled.use_compiled_forward(True):
         assert trunk(torch.zeros(1, 1, 4, 4)).tolist() == [7, 7]
     assert trunk[0].forward is own
