@@ -20,7 +20,7 @@ from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job
 from agscl.experiments.run import Interrupted
 from agscl.experiments.search import name_settings
-from agscl.runs.folder import read_json
+from agscl.runs.json_files import read_json
 
 PRESET = "tinyimagenet32"
 

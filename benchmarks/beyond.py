@@ -22,7 +22,7 @@ from agscl.experiments.compare import METRICS, summarize_values
 from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job
 from agscl.experiments.run import Interrupted
-from agscl.runs.folder import read_json
+from agscl.runs.json_files import read_json
 
 BASE = "the paper's form"
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from measured import record
 
 from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job, JobOutcome, run_jobs
-from agscl.runs.folder import read_json
+from agscl.runs.json_files import read_json
 
 FIRST_SEED = 1000
 SEARCHED: dict[str, tuple[str, list[float]]] = {

@@ -12,7 +12,7 @@ from agscl.experiments.methods import METHODS
 from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.methods._parts.lifecycle import Method
 from agscl.runs import hash_state
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 

@@ -34,7 +34,7 @@ from agscl.fast.fast_engine import GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fused_layers import FusedTrunk, compile_chain
 from agscl.methods._agscl.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.system.tf32 import tf32_allowed
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig

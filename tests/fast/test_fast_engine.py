@@ -23,7 +23,7 @@ from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.methods.paper_agscl import PaperAGSCL
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import CompileFailed, PlainEngine, Trainer, TrainingConfig, TrainingFailed
 from agscl.training.engine import uses_cuda_graphs

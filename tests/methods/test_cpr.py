@@ -17,7 +17,7 @@ from agscl.experiments.compare import plan_comparison
 from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.methods import METHODS
 from agscl.methods.finetune import FineTune
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from loops import blobs, make, mlp
 from trainers import QUICK, finish, make_trainer
 

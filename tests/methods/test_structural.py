@@ -27,7 +27,7 @@ from agscl.experiments.presets import PRESETS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods._parts.subspaces import extend_basis, extract_inputs, project
 from agscl.networks import NETWORKS
-from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, derive_seed
 from loops import OneHead, bits, blobs, leave_process_group, make, mlp, same

@@ -24,7 +24,7 @@ from agscl.report.page import MAX_BYTES, pack_text
 from agscl.report.read import add_provenance, read_run
 from agscl.report.tables import list_rows
 from agscl.report.words import judge
-from agscl.runs.folder import read_result
+from agscl.runs.run_folder import read_result
 from report.small_runs import write_comparison, write_large_run
 from run_files import edit_json
 

@@ -13,7 +13,7 @@ from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.runs import hash_state
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, TrainingFailed, derive_seed
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer

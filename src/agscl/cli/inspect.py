@@ -106,9 +106,9 @@ def _load_model(
     """The model, an example input and, for a run, its result."""
     import torch
 
+    from agscl.experiments.command_lines import make_resume_command
     from agscl.networks import NETWORKS
     from agscl.runs import is_finished, read_result
-    from agscl.runs.folder import write_resume_command
 
     if ":" in what:
         return *_load_own_model(what, input_shape), None
@@ -121,7 +121,7 @@ def _load_model(
             )
         folder = find_run(runs, what)
         if not is_finished(folder):
-            raise UsageError(f"{folder} is not finished. Finish it with: {write_resume_command(folder)}")
+            raise UsageError(f"{folder} is not finished. Finish it with: {make_resume_command(folder)}")
         result = read_result(folder)
         network = result["config"]["network"]
         options = {key: value for key, value in result["config"]["network_options"].items() if key != "weights"}

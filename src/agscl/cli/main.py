@@ -14,7 +14,8 @@ import warnings
 
 from agscl.cli.errors import DONE, FAILED, STOPPED, WRONG_USE, UsageError
 from agscl.cli.signals import record_interrupts
-from agscl.system.process import exit_at_once, find_torchrun_rank
+from agscl.system.process import exit_at_once
+from agscl.system.torchrun import find_torchrun_rank
 
 NEEDED = ("tyro", "rich", "safetensors", "sklearn")
 

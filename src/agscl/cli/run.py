@@ -38,7 +38,7 @@ from agscl.cli.options import (
 )
 from agscl.cli.report import write_page_at_end
 from agscl.cli.signals import catch_stop_signals
-from agscl.system.process import find_torchrun_rank
+from agscl.system.torchrun import find_torchrun_rank
 
 if TYPE_CHECKING:
     from agscl.experiments.config import RunConfig

@@ -76,8 +76,9 @@ def search(
     """
     from agscl.cli.console import print_line
     from agscl.cli.tables import print_trials
+    from agscl.experiments.command_lines import make_command_with_settings
     from agscl.experiments.presets import get_preset
-    from agscl.experiments.search import make_run_command, search_settings
+    from agscl.experiments.search import search_settings
 
     changes = collect_changes(
         {"epochs": epochs},
@@ -128,7 +129,7 @@ def search(
     words += ["--task-options", *task_options] if task_options else []
     words += ["--device", device] if device != "cpu" else []
     words += ["--fast"] if fast else []
-    print_line(f"run the best: {shlex.join([*make_run_command(preset, method, best.settings), *words])}")
+    print_line(f"run the best: {shlex.join([*make_command_with_settings(preset, method, best.settings), *words])}")
     return DONE
 
 

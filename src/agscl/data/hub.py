@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from agscl.data.errors import DownloadFailed
-from agscl.data.limited_http import REQUEST_ERRORS, describe_error, make_printable, read_headers, read_json
+from agscl.data.limited_http import REQUEST_ERRORS, describe_error, fetch_headers, fetch_json, make_printable
 from agscl.data.remote import Algorithm, RemoteFile, check_file_name, parse_size
 
 PARQUET_BRANCH = "refs/convert/parquet"
@@ -45,7 +45,7 @@ def list_parquet_files(name: str) -> tuple[str, dict[str, dict[str, list[RemoteF
     answer = _ask(
         name,
         name,
-        lambda: read_json(url, headers),
+        lambda: fetch_json(url, headers),
         no_revision="the hub has no Parquet files of this dataset",
     )
     try:
@@ -111,7 +111,7 @@ def describe_model_file(repository: str, revision: str, path: str, save_as: str)
     status, answer = _ask(
         url,
         repository,
-        lambda: read_headers(url, headers),
+        lambda: fetch_headers(url, headers),
         no_revision=f"there is no revision {revision!r}",
     )
     etag = (answer.get("X-Linked-Etag") or answer.get("ETag") or "").removeprefix("W/").strip('"').lower()

@@ -157,7 +157,7 @@ def _transfer(file: RemoteFile, part: Path, headers: Mapping[str, str], advance:
         raise ConnectionError("the connection was closed early")
 
 
-def read_json(url: str, headers: Mapping[str, str]) -> Any:
+def fetch_json(url: str, headers: Mapping[str, str]) -> Any:
     """The JSON at `url`, at most `MAX_ANSWER` bytes of it. Raises one of `REQUEST_ERRORS`."""
     meter = _Meter()
     with _open_url(url, {"Accept": "application/json"}, headers, meter) as response:
@@ -175,7 +175,7 @@ def read_json(url: str, headers: Mapping[str, str]) -> Any:
         raise ValueError(f"its answer cannot be read as JSON ({type(error).__name__})") from error
 
 
-def read_headers(url: str, headers: Mapping[str, str]) -> tuple[int, Message]:
+def fetch_headers(url: str, headers: Mapping[str, str]) -> tuple[int, Message]:
     """Status and headers of the answer to a HEAD request; redirects are followed on the same server only.
 
     Raises one of `REQUEST_ERRORS`.

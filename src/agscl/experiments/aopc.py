@@ -21,7 +21,7 @@ from agscl.experiments.run import check_data_unchanged, load_certificate
 from agscl.experiments.studies import mean_curve, store_study
 from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, read_result
-from agscl.runs.folder import read_checked_json, read_json
+from agscl.runs.json_files import read_checked_json, read_json
 from agscl.system.tf32 import tf32_for
 from agscl.training import Trainer
 from agscl.training.seeds import derive_seed

@@ -13,7 +13,8 @@ from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import encode_json, write_if_changed
+from agscl.runs.json_files import encode_json
+from agscl.system.files import write_if_changed
 
 METRICS = ("average_accuracy", "plasticity", "stability", "forgetting")
 

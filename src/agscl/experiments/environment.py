@@ -17,7 +17,7 @@ from agscl import __version__
 from agscl.experiments.config import RunConfig
 from agscl.experiments.presets import PRESETS
 from agscl.runs import DifferentConfig, Run, RunError
-from agscl.runs.folder import read_checked_json
+from agscl.runs.json_files import read_checked_json
 
 
 def choose_threads(config: RunConfig) -> int | None:

@@ -25,8 +25,8 @@ from agscl.experiments.run import Interrupted, execute_run
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import read_last_event
-from agscl.runs.folder import DIVERGED, read_checked_json
-from agscl.system.files import encode_json
+from agscl.runs.json_files import encode_json, read_checked_json
+from agscl.runs.run_folder import DIVERGED
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 from agscl.tasks import DataError
 

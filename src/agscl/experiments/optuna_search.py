@@ -15,7 +15,8 @@ from agscl.experiments.jobs import Job
 from agscl.experiments.search import MAX_EXTENSIONS, SEED, SearchSpace, Trial, make_trial, score_job
 from agscl.runs import RunError, WrongOptions
 from agscl.runs.events import read_events
-from agscl.system.files import encode_json, lock_file
+from agscl.runs.json_files import encode_json
+from agscl.system.files import lock_file
 from agscl.training.seeds import derive_seed
 
 try:

@@ -21,8 +21,8 @@ from agscl.experiments.config import RunConfig
 from agscl.experiments.environment import record_environment
 from agscl.experiments.methods import METHODS, REFERENCE
 from agscl.runs import DifferentConfig, Run, RunError, hash_state
-from agscl.runs.folder import DIVERGED, read_checked_json
-from agscl.system.files import encode_json
+from agscl.runs.json_files import encode_json, read_checked_json
+from agscl.runs.run_folder import DIVERGED
 from agscl.system.tf32 import tf32_for
 from agscl.training import CompileFailed, TrainingFailed
 from agscl.training.ranks import Ranks

@@ -15,7 +15,8 @@ from agscl.experiments.jobs import Job
 from agscl.experiments.methods import METHODS, get_entry
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import encode_json, write_if_changed
+from agscl.runs.json_files import encode_json
+from agscl.system.files import write_if_changed
 
 SEED = 1000
 """The first seed of a search. Comparisons use 0, 1, 2, …, so settings are never chosen on the seeds they report."""
@@ -175,12 +176,6 @@ def score_job(job: Job) -> float | None:
 def name_settings(settings: Mapping[str, Any]) -> str:
     """A name for a choice of settings, as its run's folder has it, e.g. lam=400-mu=10."""
     return _format_settings(settings, "-")
-
-
-def make_run_command(preset: str, method: str, settings: Mapping[str, Any]) -> list[str]:
-    """The words of the `agscl run` command with these settings."""
-    pairs = [f"{key}={value:.12g}" for key, value in settings.items()]
-    return ["agscl", "run", preset, "--method", method, "--set", *pairs]
 
 
 def _make_job(

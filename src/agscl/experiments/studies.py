@@ -19,7 +19,8 @@ from agscl.experiments.presets import get_preset
 from agscl.methods._parts.search_axis import FACTORS
 from agscl.reinforcement import PPOConfig
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import encode_json, write_if_changed
+from agscl.runs.json_files import encode_json
+from agscl.system.files import write_if_changed
 
 PAPER = METHODS["paper-agscl"].title
 FORMS: dict[str, dict[str, Any]] = {

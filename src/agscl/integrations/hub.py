@@ -31,7 +31,7 @@ from agscl.integrations._attach import check_method
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.system.describe import describe_value
 from agscl.system.files import write_atomically
 

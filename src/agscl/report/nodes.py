@@ -14,7 +14,7 @@ from agscl.analysis.node_record import Array, read_node_record
 from agscl.certificate import NEVER, Certificate
 from agscl.experiments.run import node_record_path
 from agscl.runs import RunError
-from agscl.runs.folder import read_checked_json
+from agscl.runs.json_files import read_checked_json
 
 
 @dataclass

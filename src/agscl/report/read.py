@@ -21,7 +21,8 @@ from agscl.experiments.run import certificate_path
 from agscl.report.nodes import NodeHistory, read_node_history
 from agscl.runs import RunError
 from agscl.runs.events import read_events
-from agscl.runs.folder import DIVERGED, read_checked_json, read_json, read_result
+from agscl.runs.json_files import read_checked_json, read_json
+from agscl.runs.run_folder import DIVERGED, read_result
 from agscl.system.files import read_limited
 
 FILE_LIMIT = 200 * 2**20
@@ -588,8 +589,8 @@ def _name_papers_form(study: dict[str, Any]) -> dict[str, Any]:
 
 def add_provenance(report: ReportData, paths: Sequence[Path]) -> None:
     """Add the command that starts it again, and what checking the run shown in detail finds."""
+    from agscl.experiments.command_lines import make_compare_command, make_run_command
     from agscl.report.checks import check_run
-    from agscl.report.commands import make_compare_command, make_run_command
 
     if report.kind == "run" and report.detail is not None:
         report.command = make_run_command(report.detail.config)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agscl.system.files import encode_json
+from agscl.runs.json_files import encode_json
 
 TAIL = 2**16
 """Bytes read from the end of a log to get its last event; an event is much shorter."""
@@ -74,3 +74,8 @@ def hash_log(path: Path, length: int) -> str:
     """sha256 of the first `length` bytes of a log, or of all of a shorter one."""
     with open(path, "rb") as file:
         return hashlib.sha256(file.read(length)).hexdigest()
+
+
+def is_log_intact(path: Path, state: dict[str, Any]) -> bool:
+    """Whether the event log begins with the bytes it had when the checkpoint `state` was written."""
+    return hash_log(path, state["events"]) == state.get("events_sha256")

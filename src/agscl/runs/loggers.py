@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from agscl.runs.events import parse_event
-from agscl.runs.folder import is_finished
-from agscl.system.files import encode_json, write_atomically
+from agscl.runs.json_files import encode_json
+from agscl.runs.run_folder import is_finished
+from agscl.system.files import write_atomically
 
 
 class LoggedFigure(NamedTuple):

@@ -1,4 +1,4 @@
-"""The whole process: Python's garbage collector, the C memory allocator, its rank and its exit."""
+"""The whole process: Python's garbage collector, the C memory allocator, and its exit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ def gc_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def find_torchrun_rank() -> int | None:
-    """The number of this process, if `torchrun` started it as one of several."""
-    several = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return int(os.environ["RANK"]) if several else None
 
 
 def skip_gc_at_exit() -> None:

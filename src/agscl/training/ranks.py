@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agscl.system.distributed import is_distributed
-from agscl.system.process import find_torchrun_rank
+from agscl.system.torchrun import find_torchrun_rank
 
 STOP_EVERY = 16
 """Ranks agree on whether to stop once in so many steps."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Any
 
 from agscl.runs.checkpoints import Checkpoints, UnreadableCheckpoint
 from agscl.runs.errors import DifferentConfig, RunError
-from agscl.runs.events import EventLog, hash_log
-from agscl.system.files import encode_json, flush_folder, lock_file, write_atomically
+from agscl.runs.events import EventLog, hash_log, is_log_intact
+from agscl.runs.json_files import encode_json, encode_json_with_checksum, read_checked_json
+from agscl.system.files import flush_folder, lock_file, write_atomically
 
 DIVERGED = "diverged.json"
 """Written where training became infinite or NaN: with the same configuration it would again."""
@@ -173,54 +172,8 @@ class Run:
             )
 
 
-def write_resume_command(folder: Path) -> str:
-    """The command that continues a run."""
-    words = ["agscl", "run", "--resume", folder.name]
-    return shlex.join(words if folder.parent == Path("runs") else [*words, "--runs", str(folder.parent)])
-
-
 def is_finished(folder: Path) -> bool:
     return (folder / "result.json").is_file()
-
-
-def is_log_intact(path: Path, state: dict[str, Any]) -> bool:
-    """Whether the event log begins with the bytes it had when the checkpoint `state` was written."""
-    return hash_log(path, state["events"]) == state.get("events_sha256")
-
-
-def encode_json_with_checksum(content: dict[str, Any]) -> bytes:
-    """`content` as JSON, with the sha256 of its encoding as a first field `checksum`."""
-    return encode_json({"checksum": hashlib.sha256(encode_json(content)).hexdigest(), **content})
-
-
-def read_json(path: Path, advice: str = "") -> dict[str, Any]:
-    """A JSON object from a file; `advice` ends the message if the file is damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged: {error}{advice}") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path} is damaged: expected a JSON object, got {type(content).__name__}{advice}")
-    return content
-
-
-def read_checked_json(path: Path, advice: str = "") -> dict[str, Any]:
-    """The content of one of a run's JSON files, without its checksum, which is compared.
-
-    Every byte counts: the file must be exactly what `encode_json_with_checksum` makes of its content.
-    """
-    content = read_json(path, advice)
-    if content.pop("checksum", None) is None:
-        raise RunError(f"{path} is damaged: it has no checksum, or an older version of agscl wrote it{advice}")
-    try:
-        is_intact = path.read_bytes() == encode_json_with_checksum(content)
-    except RecursionError:
-        is_intact = False
-    if not is_intact:
-        raise RunError(f"{path} is damaged: its content does not match its checksum, or was edited{advice}")
-    return content
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -247,7 +200,7 @@ def read_finished_runs(folder: Path, pattern: str = "*") -> Iterator[tuple[Path,
 
 
 def describe_differences(stored: Any, requested: Any, name: str = "") -> Iterator[str]:
-    """One phrase for every value in which two configurations differ."""
+    """One phrase for every value in which the configuration in a run's folder and the one asked for differ."""
     if isinstance(stored, dict) and isinstance(requested, dict):
         for key in {*stored, *requested}:
             yield from describe_differences(stored.get(key), requested.get(key), f"{name}.{key}" if name else key)

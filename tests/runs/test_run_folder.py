@@ -8,7 +8,8 @@ import torch
 
 from agscl.runs import DifferentConfig, Run, RunError, checkpoints, is_finished, read_result
 from agscl.runs.events import read_events
-from agscl.runs.folder import RESULT_KEYS, read_checked_json
+from agscl.runs.json_files import read_checked_json
+from agscl.runs.run_folder import RESULT_KEYS
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

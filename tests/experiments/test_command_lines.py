@@ -1,15 +1,16 @@
-"""The command on a page gives the run's own configuration again."""
+"""The command lines that start a run again and continue it: that on a page gives the run's own configuration."""
 
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from agscl.cli.options import parse_settings, parse_settings_of_methods, parse_task_options
+from agscl.experiments.command_lines import make_compare_command, make_resume_command, make_run_command
 from agscl.experiments.compare import plan_comparison
 from agscl.experiments.config import configure
-from agscl.report.commands import make_compare_command, make_run_command
 
 
 def read_options(words: list[str]) -> dict[str, list[str]]:
@@ -67,3 +68,8 @@ def test_there_is_no_command_for_what_no_command_gives():
     assert make_run_command({**config, "network": "alexnet"}) is None
     assert make_run_command({}) is None
     assert make_compare_command([]) is None
+
+
+def test_the_command_that_continues_a_run_names_a_folder_other_than_runs():
+    assert make_resume_command(Path("runs/quick")) == "agscl run --resume quick"
+    assert make_resume_command(Path("my runs/quick")) == "agscl run --resume quick --runs 'my runs'"

@@ -1,10 +1,11 @@
-"""The command that starts a run again, made from its configuration."""
+"""The command lines that start a run again, continue it, compare methods again, or use what a search found."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agscl.experiments.config import RunConfig, configure
@@ -45,6 +46,18 @@ def make_compare_command(configs: Sequence[Mapping[str, Any]]) -> str | None:
     seeds = max(config.seed for config in wanted) + 1
     words = ["agscl", "compare", presets.pop(), "--methods", ",".join(methods), "--seeds", str(seeds)]
     return shlex.join([*words, *_add_pairs([word for word in shared[0] if word != "--set"], pairs)])
+
+
+def make_resume_command(folder: Path) -> str:
+    """`agscl run --resume …`, which continues the run in this folder."""
+    words = ["agscl", "run", "--resume", folder.name]
+    return shlex.join(words if folder.parent == Path("runs") else [*words, "--runs", str(folder.parent)])
+
+
+def make_command_with_settings(preset: str, method: str, settings: Mapping[str, Any]) -> list[str]:
+    """The words of the `agscl run` command with these settings of the method."""
+    pairs = [f"{key}={value:.12g}" for key, value in settings.items()]
+    return ["agscl", "run", preset, "--method", method, "--set", *pairs]
 
 
 def _add_pairs(words: list[str], pairs: Sequence[str]) -> list[str]:
