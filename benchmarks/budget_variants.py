@@ -30,8 +30,9 @@ from measured import record
 from torch import Tensor
 
 from agscl.experiments.build import HOLD_OUT
-from agscl.experiments.config import configure, get_fast_settings
+from agscl.experiments.presets import get_fast_settings
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.experiments.search import SEED
 from agscl.graph.nodes import NodeGraph
 from agscl.methods import agscl

@@ -27,8 +27,8 @@ import torch
 from measured import record
 from timing import summary
 
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 

@@ -27,7 +27,7 @@ from measured import record
 from torch import nn
 
 from agscl import MultiHead
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
 from agscl.methods._parts.node_method import NodeMethod
 

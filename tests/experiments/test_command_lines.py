@@ -10,7 +10,7 @@ import pytest
 from agscl.cli.options import parse_settings, parse_settings_of_methods, parse_task_options
 from agscl.experiments.command_lines import make_compare_command, make_resume_command, make_run_command
 from agscl.experiments.compare import plan_comparison
-from agscl.experiments.config import configure
+from agscl.experiments.run_config import configure
 
 
 def read_options(words: list[str]) -> dict[str, list[str]]:

@@ -7,9 +7,9 @@ from torch import nn
 
 from agscl import FineTune, MultiHead, cpr_loss, tasks
 from agscl.experiments.build import build_trainer
-from agscl.experiments.config import configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.protocols import Joint, Separate, all_heads
+from agscl.experiments.run_config import configure
 from agscl.methods._parts.lifecycle import Method
 from agscl.runs import hash_state
 from agscl.runs.nested_state import flatten_state, unflatten_state

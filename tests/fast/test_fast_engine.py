@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agscl import AGSCL, EWC, HAT, SI, WSN, PackNet, Together
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.fast.cuda_graphs import GraphRunner
 from agscl.fast.fast_engine import CompiledEngine, GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fast_trunk import FastTrunk

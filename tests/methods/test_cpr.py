@@ -14,8 +14,8 @@ from agscl import AGSCL, EWC, WSN, MultiHead, cpr_loss
 from agscl.cli.main import main
 from agscl.cli.options import parse_settings, parse_settings_of_methods
 from agscl.experiments.compare import plan_comparison
-from agscl.experiments.config import RunConfig, configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.methods.finetune import FineTune
 from agscl.runs.nested_state import flatten_state, unflatten_state
 from loops import blobs, make, mlp

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 
 HOME = Path(__file__).parents[2]
 

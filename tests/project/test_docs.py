@@ -14,7 +14,7 @@ import torch
 
 from agscl import MAS, MultiHead, NodeGraph
 from agscl.graph import NodeGraphError
-from agscl.methods._parts.memory import Outline
+from agscl.methods._parts.memory_forecast import Outline
 from agscl.testing import check_method
 
 HOME = Path(__file__).parents[2]

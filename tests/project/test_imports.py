@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "reinforcement": LIBRARY | {"training"},
     "runs": {"system"},
     "integrations": LIBRARY | {"data", "runs"},
-    "analysis": LIBRARY | {"tasks"},
+    "analysis": LIBRARY,
     "testing": LIBRARY | {"tasks"},
     "experiments": LIBRARY | {"data", "tasks", "networks", "training", "reinforcement", "runs", "analysis", "agscl"},
     "report": LIBRARY | {"data", "runs", "analysis", "experiments", "agscl"},

@@ -17,7 +17,7 @@ pytest.importorskip("vl_convert", reason="pages need the extra report: pip insta
 
 from agscl.certificate import Certificate
 from agscl.cli.main import main
-from agscl.experiments.run import certificate_path
+from agscl.experiments.certificate_chain import certificate_path
 from agscl.experiments.studies import RHOS
 from agscl.report import NothingToShow, make_page, read_report, vega
 from agscl.report.page import MAX_BYTES, pack_text

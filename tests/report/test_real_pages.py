@@ -13,8 +13,8 @@ from torch import Tensor, nn
 pytest.importorskip("vl_convert", reason="pages need the extra report: pip install 'agscl[report]'")
 
 from agscl.cli.main import main
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.networks import NETWORKS
 from agscl.report import read_report, write_page
 from agscl.report.read import add_provenance

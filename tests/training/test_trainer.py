@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from agscl import AGSCL, PackNet
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune

@@ -103,7 +103,7 @@ def collect_changes(
 
     --set is stronger than --fast. `by_option` has options with their values, None where one was not used.
     """
-    from agscl.experiments.config import get_fast_settings
+    from agscl.experiments.presets import get_fast_settings
 
     used = {name: value for name, value in by_option.items() if value is not None}
     if twice := [name for name in used if name in by_set]:
@@ -119,7 +119,7 @@ def collect_changes(
 
 def parse_settings(method: str, pairs: Sequence[str], preset: str) -> dict[str, Any]:
     """What `--set KEY=VALUE ...` says for a method, each value in the type of its setting."""
-    from agscl.experiments.config import list_settings
+    from agscl.experiments.run_config import list_settings
 
     with value_errors_as_usage_errors():
         types = list_settings(method, preset)
@@ -138,8 +138,8 @@ def parse_settings_of_methods(
     methods: Sequence[str], pairs: Sequence[str], preset: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """What `--set` says for several methods: settings of training (KEY=VALUE), and of methods (METHOD.KEY=VALUE)."""
-    from agscl.experiments.config import list_settings
-    from agscl.experiments.methods import METHODS, REFERENCE
+    from agscl.experiments.method_entries import METHODS, REFERENCE
+    from agscl.experiments.run_config import list_settings
 
     method_settings: dict[str, dict[str, Any]] = {}
     training_pairs = []

@@ -14,10 +14,11 @@ import torch
 
 from agscl.analysis.perturbation import PerturbationCurve, order_layer_by_layer, prune_in_order
 from agscl.experiments.build import build_supervised, load_supervised
-from agscl.experiments.config import RunConfig
-from agscl.experiments.environment import use_threads
+from agscl.experiments.certificate_chain import load_certificate
 from agscl.experiments.jobs import Job
-from agscl.experiments.run import check_data_unchanged, load_certificate
+from agscl.experiments.run import check_data_unchanged
+from agscl.experiments.run_config import RunConfig
+from agscl.experiments.run_environment import use_threads
 from agscl.experiments.studies import mean_curve, store_study
 from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, read_result

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from agscl import tasks
-from agscl.experiments.config import RunConfig, configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.protocols import Joint, Separate, all_heads
+from agscl.experiments.run_config import RunConfig
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
@@ -130,17 +130,8 @@ def build_model(
 
 
 def list_outputs(config: RunConfig, width: int) -> int | dict[str, int]:
-    """What the head of a task has, whose outputs are `width` numbers."""
+    """What `add_head` makes a run's head of `width` outputs from: a number, or an agent's actor and critic."""
     return {"actor": width - 1, "critic": 1} if isinstance(config.training, PPOConfig) else width
-
-
-def measure_memory(preset: str, method_name: str) -> dict[str, int]:
-    """What a method stores after all tasks of a preset, each trained for one epoch."""
-    config = configure(preset, method=method_name, epochs=1)
-    trainer = build_trainer(config, method_name, load_tasks(config))
-    while trainer.advance():
-        pass
-    return trainer.method.memory()
 
 
 def _check_input_shapes(config: RunConfig, expected: Sequence[int], sequence: TaskSequence) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agscl.experiments.config import RunConfig, configure
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.runs import RunError
 
 

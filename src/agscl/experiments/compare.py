@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from agscl.analysis import metrics
-from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, REFERENCE
+from agscl.experiments.method_entries import METHODS, REFERENCE
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.runs.json_files import encode_json
 from agscl.system.files import write_if_changed

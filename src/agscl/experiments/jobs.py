@@ -19,9 +19,9 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Protocol
 
-from agscl.experiments.config import RunConfig
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run_config import RunConfig
 from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import read_last_event

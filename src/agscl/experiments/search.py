@@ -10,9 +10,9 @@ from typing import Any
 
 from agscl.analysis import metrics
 from agscl.experiments.build import HOLD_OUT
-from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, get_entry
+from agscl.experiments.method_entries import METHODS, get_entry
+from agscl.experiments.run_config import configure
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.runs import RunError, read_finished_runs, read_result
 from agscl.runs.json_files import encode_json

@@ -12,10 +12,10 @@ from typing import Any
 
 from agscl.analysis import metrics
 from agscl.experiments.compare import METRICS, compute_metrics, summarize_values
-from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, REFERENCE, get_entry
+from agscl.experiments.method_entries import METHODS, REFERENCE, get_entry
 from agscl.experiments.presets import get_preset
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.methods._parts.search_axis import FACTORS
 from agscl.reinforcement import PPOConfig
 from agscl.runs import RunError, read_finished_runs, read_result

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
 from agscl.experiments.build import build_model, list_outputs
-from agscl.experiments.command_lines import make_resume_command
-from agscl.experiments.config import RunConfig, check_device
-from agscl.experiments.environment import use_threads
-from agscl.experiments.methods import METHODS
-from agscl.experiments.run import (
+from agscl.experiments.certificate_chain import (
     certificate_path,
     compute_digest,
     compute_run_id,
     hash_file,
+    list_certificates,
     load_certificate,
     node_record_path,
 )
+from agscl.experiments.command_lines import make_resume_command
+from agscl.experiments.method_entries import METHODS
+from agscl.experiments.run_config import RunConfig, check_device
+from agscl.experiments.run_environment import use_threads
 from agscl.runs import Run, RunError, hash_state, is_finished, read_result
 from agscl.runs.events import is_log_intact
 from agscl.runs.json_files import encode_json, read_checked_json
@@ -36,12 +37,6 @@ from agscl.system.tf32 import tf32_for
 from agscl.training.trainer import place_model
 
 NOT_COVERED = "not covered: nothing is signed; who rewrites all files of a run can forge it"
-
-
-def list_certificates(folder: Path) -> list[Path]:
-    """The certificate of each task, in the order of the tasks."""
-    paths = [path for path in (folder / "certificates").glob("*.json") if path.stem.isdecimal()]
-    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:

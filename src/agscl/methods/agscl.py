@@ -37,7 +37,7 @@ from agscl.methods._agscl.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
+from agscl.methods._parts.memory_forecast import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodePlan
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings

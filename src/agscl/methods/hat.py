@@ -22,7 +22,7 @@ from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.method_parameters import compute_step
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.optimizer_heads import remove_parameter

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace

@@ -18,7 +18,7 @@ from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.penalties import Tensors, find_protected
 from agscl.methods._parts.recorded_outputs import concat_tensors
 from agscl.methods._parts.sample_gradients import Score, as_single_score, measure_gradients

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings

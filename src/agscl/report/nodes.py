@@ -12,7 +12,7 @@ import numpy as np
 
 from agscl.analysis.node_record import Array, read_node_record
 from agscl.certificate import NEVER, Certificate
-from agscl.experiments.run import node_record_path
+from agscl.experiments.certificate_chain import node_record_path
 from agscl.runs import RunError
 from agscl.runs.json_files import read_checked_json
 

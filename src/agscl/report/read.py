@@ -16,8 +16,8 @@ from typing import Any
 
 from agscl.analysis import metrics
 from agscl.certificate import Certificate
-from agscl.experiments.methods import METHODS, REFERENCE
-from agscl.experiments.run import certificate_path
+from agscl.experiments.certificate_chain import certificate_path
+from agscl.experiments.method_entries import METHODS, REFERENCE
 from agscl.report.nodes import NodeHistory, read_node_history
 from agscl.runs import RunError
 from agscl.runs.events import read_events

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agscl.analysis.memory import WEIGHT_WISE, Amount, Outline, forecast_memory
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS, WEIGHT_WISE
 from agscl.methods._agscl.budget import count_kept
+from agscl.methods._parts.memory_forecast import Amount, Outline
 from agscl.report import charts, words
 from agscl.report.nodes import NodeHistory, count_moved, count_taken
 from agscl.report.read import Line, Outcome, ReportData, RunData, get_title, is_bound
@@ -392,7 +392,7 @@ def _make_memory_section(report: ReportData) -> Section | None:
         present = {line.method for line in report.lines}
         for name in WEIGHT_WISE:
             if name not in present:
-                kept = forecast_memory(name, outline, 1).bytes
+                kept = METHODS[name].forecast_memory(outline, 1).bytes
                 rows.append({"method": get_title(name), "bytes": kept, "label": format_bytes(kept), "kind": "forecast"})
     lead = "What each method must keep from one task to the next, beside the network itself."
     if any(row["kind"] == "forecast" for row in rows):

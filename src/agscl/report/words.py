@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agscl.experiments.methods import REFERENCE
+from agscl.experiments.method_entries import REFERENCE
 from agscl.report.charts import format_score
 from agscl.report.read import Line, ReportData, RunData, get_title, measure
 

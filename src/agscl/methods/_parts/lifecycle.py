@@ -37,7 +37,7 @@ from agscl.methods._parts.ddp_and_compile import (
     unwrap_model,
 )
 from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
+from agscl.methods._parts.memory_forecast import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings

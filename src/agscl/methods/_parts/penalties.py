@@ -24,7 +24,7 @@ from agscl.methods._parts.batchnorm import (
 )
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward, Method
-from agscl.methods._parts.memory import ZERO, Memory, Outline
+from agscl.methods._parts.memory_forecast import ZERO, Memory, Outline
 from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.settings import Settings
 from agscl.system.sums import sum_dtype, to_sum_dtype

@@ -20,7 +20,7 @@ from agscl.graph.probing import LAYERS
 from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.settings import Settings
 from agscl.system.distributed import copy_from_first_rank_, is_distributed
 from agscl.system.sums import to_sum_dtype

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from agscl.experiments.config import configure
-from agscl.experiments.environment import choose_threads
+from agscl.experiments.run_config import configure
+from agscl.experiments.run_environment import choose_threads
 
 
 def test_changes_are_checked_by_name_and_value():

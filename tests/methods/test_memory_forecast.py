@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agscl import MultiHead, NodeGraph
-from agscl.analysis.memory import COMMON_PURPOSES, Memory, Outline, forecast_memory
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.memory_forecast import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
 
@@ -140,7 +140,7 @@ def check(forecast: Memory, reported: dict[str, int]) -> None:
 def test_the_forecast_is_what_the_method_reports_after_every_real_task(name, net):
     outline = net.outline()
     for tasks, reported in enumerate(learn(net, name, 3, {}), start=1):
-        check(forecast_memory(name, outline, tasks), reported)
+        check(METHODS[name].forecast_memory(outline, tasks), reported)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +157,16 @@ def test_settings_that_change_the_memory_change_the_forecast(name, settings):
     net = NETS["convolutions and BatchNorm"]
     outline = net.outline()
     for tasks, reported in enumerate(learn(net, name, 2, settings), start=1):
-        check(forecast_memory(name, outline, tasks, settings), reported)
+        check(METHODS[name].forecast_memory(outline, tasks, settings), reported)
     if "samples" not in settings and settings.get("batchnorm") != "shared":
-        assert forecast_memory(name, outline, 2, settings) != forecast_memory(name, outline, 2)
+        assert METHODS[name].forecast_memory(outline, 2, settings) != METHODS[name].forecast_memory(outline, 2)
 
 
 @pytest.mark.parametrize("name", USABLE)
 def test_bytes_are_those_of_the_models_own_precision(name):
     net = replace(NETS["dense"], dtype=torch.float64)
     (reported,) = learn(net, name, 1, {})
-    check(forecast_memory(name, net.outline(), 1), reported)
+    check(METHODS[name].forecast_memory(net.outline(), 1), reported)
 
 
 def test_agscl_reaches_its_bound_when_every_node_is_important_and_stays_below_it_otherwise():
@@ -178,7 +178,7 @@ def test_agscl_reaches_its_bound_when_every_node_is_important_and_stays_below_it
             nn.init.constant_(layer.bias, bias)
         return model
 
-    bound = forecast_memory("agscl", net.outline(), 1)
+    bound = METHODS["agscl"].forecast_memory(net.outline(), 1)
     (reported,) = learn(Net(lively, net.shape), "agscl", 1, {"budget": None})
     assert reported == bound.counts
     (reported,) = learn(net, "agscl", 1, {})
@@ -191,10 +191,12 @@ def test_gpm_reaches_its_bound_where_every_direction_counts():
     net = NETS["dense"]
     outline = net.outline()
     (reported,) = learn(net, "gpm", 1, {"samples": 4, "threshold": 1.0})
-    bound = forecast_memory("gpm", outline, 1, {"samples": 4})
+    bound = METHODS["gpm"].forecast_memory(outline, 1, {"samples": 4})
     assert bound.counts["bases"] == 6 * 4 + 10 * 4
     assert reported["bases"] == bound.counts["bases"]
-    assert forecast_memory("gpm", outline, 50).counts["bases"] == 6 * 6 + 10 * 10, "no more directions than columns"
+    assert METHODS["gpm"].forecast_memory(outline, 50).counts["bases"] == 6 * 6 + 10 * 10, (
+        "no more directions than columns"
+    )
 
 
 def test_every_method_has_a_forecast_and_reports_the_common_purposes():
@@ -208,9 +210,9 @@ def test_every_method_has_a_forecast_and_reports_the_common_purposes():
 def test_after_no_task_or_for_an_unknown_method_there_is_no_forecast():
     outline = NETS["dense"].outline()
     with pytest.raises(ValueError, match="at least 1, not 0"):
-        forecast_memory("ewc", outline, 0)
+        METHODS["ewc"].forecast_memory(outline, 0)
     with pytest.raises(ValueError, match="no memory forecast for method 'joint'"):
-        forecast_memory("joint", outline, 1)
+        METHODS["joint"].forecast_memory(outline, 1)
 
 
 def test_for_alexnet_agscl_keeps_9344_importances_where_ewc_keeps_57_million():
@@ -219,7 +221,7 @@ def test_for_alexnet_agscl_keeps_9344_importances_where_ewc_keeps_57_million():
     model.add_head("birds", 20)
     example = (torch.zeros(2, 3, 63, 63), "birds")  # the graph is that of 224×224, and sooner found
     outline = Outline.from_graph(NodeGraph(model, example), example)
-    ours, theirs = forecast_memory("agscl", outline, 10), forecast_memory("ewc", outline, 10)
+    ours, theirs = METHODS["agscl"].forecast_memory(outline, 10), METHODS["ewc"].forecast_memory(outline, 10)
     assert (ours.importances, theirs.importances) == (9_344, 57_003_840)
     assert theirs.total == 114_007_680
     assert theirs.importances / ours.importances < 10**4 < theirs.total / ours.importances

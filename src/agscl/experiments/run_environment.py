@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from agscl import __version__
-from agscl.experiments.config import RunConfig
 from agscl.experiments.presets import PRESETS
+from agscl.experiments.run_config import RunConfig
 from agscl.runs import DifferentConfig, Run, RunError
 from agscl.runs.json_files import read_checked_json
 
@@ -77,7 +77,7 @@ def find_commit() -> str | None:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Compute with this many CPU threads within the block."""
+    """Within the block compute with this many CPU threads, as the environment of a run has it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from agscl.experiments.methods import get_entry
+from agscl.experiments.method_entries import get_entry
 from agscl.experiments.presets import PRESETS, Options, get_preset
 from agscl.reinforcement import PPOConfig
 from agscl.reinforcement.sequences import load_environments
@@ -107,7 +107,7 @@ def configure(
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError for a device that this machine does not have, or that cannot compute."""
+    """Raise ValueError for a run's device that this machine does not have, or that cannot compute."""
     if device.partition(":")[0] == "meta":
         raise ValueError("device 'meta' stores no data, so nothing can be trained on it: use cpu or cuda")
     try:
@@ -123,12 +123,3 @@ def list_settings(method: str, preset: str) -> dict[str, Any]:
     training = type(get_preset(preset).training)
     hints = get_type_hints(training)
     return {**method_types, **{field.name: hints[field.name] for field in fields(training)}}
-
-
-def get_fast_settings(device: str, preset: str) -> dict[str, Any]:
-    """Training settings that are fast on a device; results differ in rounding from the default settings."""
-    fast: dict[str, Any] = {"channels_last": True}
-    if device.startswith("cuda"):
-        fast = {"precision": "bf16", "channels_last": True, "compile": True}
-    known = {field.name for field in fields(get_preset(preset).training)}
-    return {name: value for name, value in fast.items() if name in known}

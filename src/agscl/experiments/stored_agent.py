@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agscl.experiments.build import build_trainer, load_tasks
-from agscl.experiments.config import RunConfig, check_device
+from agscl.experiments.run_config import RunConfig, check_device
 from agscl.reinforcement import PPOConfig
 from agscl.reinforcement.trainer import ReinforcementTrainer
 from agscl.runs import Run, RunError, WrongOptions
