@@ -32,7 +32,7 @@ from agscl.digests import describe_conversion, read_row_bytes
 from agscl.methods._parts.batchnorm import ChannelFreezer, StatisticsFreezer, find_batchnorms
 from agscl.methods._parts.ddp_and_compile import unwrap_model
 from agscl.methods._parts.frozen_by_hand import frozen_by_hand
-from agscl.methods._parts.lifecycle import warn_user
+from agscl.methods._parts.warnings import warn_user
 from agscl.system.describe import describe_value
 from agscl.system.files import write_atomically
 
@@ -515,7 +515,7 @@ def _describe_changed(part: _Part, positions: Sequence[int]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class FreezeCertificate:
-    """Which entries of which tensors are frozen, and a digest of the bits of each row; made by `certificate()`."""
+    """What `freeze` holds, by name: the entries of each tensor, and a digest of the bits of each row."""
 
     tensors: dict[str, dict[str, Any]]  # name -> shape, dtype, rows, columns (None: all), digests
 
@@ -558,7 +558,7 @@ class FreezeCertificate:
         return FreezeReport(kept, moved, changed=described)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the certificate of what is frozen as JSON, whole or not at all."""
         write_atomically(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from agscl.certificate import verify
 from agscl.heads import MultiHead
-from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.methods.finetune import FineTune
 from agscl.tasks import Task, load
 

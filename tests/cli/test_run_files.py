@@ -18,7 +18,7 @@ from results import reproducible_part
 from run_files import edit_certificate, edit_checkpoint, edit_json, forge_chain
 
 RUN = Path("runs/quick")
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 DIGITS = tasks.load("digits", seed=0)[:3]
 VALIDATED = tuple(dataclasses.replace(task, valid_x=task.train_x[::5], valid_y=task.train_y[::5]) for task in DIGITS)

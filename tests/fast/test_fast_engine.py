@@ -31,7 +31,7 @@ from replayed_graphs import EagerEngine, ReplayingEngine, use_forms_for_a_gpu
 from small_networks import LayerByLayer
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 CAPTURED = [name for name, each in METHODS.items() if not each.is_bound and name != "trgp"]
 """Methods whose steps can be captured: in a task's first step TRGP chooses related tasks on the host."""

@@ -21,7 +21,7 @@ from agscl.runs.nested_state import flatten_state, unflatten_state
 from loops import blobs, make, mlp
 from trainers import QUICK, finish, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def test_the_term_is_beta_times_the_divergence_from_uniform_less_a_constant():

@@ -17,7 +17,7 @@ from agscl.methods._parts.memory_forecast import COMMON_PURPOSES, Memory, Outlin
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 USABLE = [name for name, listed in METHODS.items() if not listed.is_bound]
 

@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "agscl"
 
-CORE = {"system", "heads", "graph", "digests", "certificate"}
+CORE = {"system", "heads", "graph", "digests", "probe_outputs", "certificate"}
 LIBRARY = CORE | {"methods._parts", "methods._agscl", "methods"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "heads": {"system"},
     "graph": {"system", "heads"},
     "digests": set(),
-    "certificate": {"system", "digests"},
+    "probe_outputs": {"system", "digests"},
+    "certificate": {"system", "digests", "probe_outputs"},
     "methods._parts": CORE,
     "methods._agscl": CORE | {"methods._parts"},
     "methods": CORE | {"methods._parts", "methods._agscl"},

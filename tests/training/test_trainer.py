@@ -18,7 +18,7 @@ from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, TrainingFailed, derive_seed
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 @pytest.mark.parametrize("method", [FineTune, PaperAGSCL])

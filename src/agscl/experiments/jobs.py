@@ -22,7 +22,7 @@ from typing import Protocol
 from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run import Interrupted, execute_run
 from agscl.experiments.run_config import RunConfig
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import read_last_event
 from agscl.runs.json_files import encode_json, read_checked_json

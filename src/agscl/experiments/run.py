@@ -13,7 +13,6 @@ import torch
 
 from agscl.analysis import metrics
 from agscl.analysis.node_record import make_node_record
-from agscl.certificate import ProbeOutputs
 from agscl.experiments.build import AnySequence, AnyTrainer, build_trainer, load_tasks
 from agscl.experiments.certificate_chain import (
     certificate_path,
@@ -25,6 +24,7 @@ from agscl.experiments.certificate_chain import (
 from agscl.experiments.method_entries import METHODS, REFERENCE
 from agscl.experiments.run_config import RunConfig
 from agscl.experiments.run_environment import record_environment
+from agscl.probe_outputs import ProbeOutputs
 from agscl.runs import DifferentConfig, Run, RunError, hash_state
 from agscl.runs.json_files import read_checked_json
 from agscl.runs.run_folder import DIVERGED

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
+from agscl.certificate import Certificate, Verdict, verify
 from agscl.experiments.build import build_model, list_outputs
 from agscl.experiments.certificate_chain import (
     certificate_path,
@@ -29,6 +29,7 @@ from agscl.experiments.command_lines import make_resume_command
 from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run_config import RunConfig, check_device
 from agscl.experiments.run_environment import use_threads
+from agscl.probe_outputs import ProbeOutputs
 from agscl.runs import Run, RunError, hash_state, is_finished, read_result
 from agscl.runs.events import is_log_intact
 from agscl.runs.json_files import encode_json, read_checked_json

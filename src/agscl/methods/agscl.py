@@ -23,11 +23,11 @@ from agscl.graph.rows import Rows, make_rows
 from agscl.methods._agscl import checks
 from agscl.methods._agscl.activations import measure_activations
 from agscl.methods._agscl.budget import BUDGET_FORMULA, check_budget
-from agscl.methods._agscl.capacity import Capacity, measure_capacity
-from agscl.methods._agscl.certificate import certify_nodes
-from agscl.methods._agscl.changed_groups import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
+from agscl.methods._agscl.capacity import Capacity, count_nodes, measure_capacity
+from agscl.methods._agscl.group_digests import DIGEST_BYTES, GroupDigests, find_moved_groups
 from agscl.methods._agscl.layer_scaling import ByLayer, find_less_active, scale_penalties
 from agscl.methods._agscl.learning_rates import LayerRates, select_rates
+from agscl.methods._agscl.node_certificate import certify_nodes
 from agscl.methods._agscl.node_pruner import MIN_EPOCHS, NodePruner
 from agscl.methods._agscl.node_views import NodeViewMethod
 from agscl.methods._agscl.proximal import norm_gradients, pull, shrink

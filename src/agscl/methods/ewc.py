@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
 from agscl.methods._parts.sample_gradients import as_single_score, count_samples, measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig, WeightKnowledge, WeightMethod
 from agscl.system.sums import sum_dtype, to_sum_dtype
 
 __all__ = ["EWC", "EWCConfig"]

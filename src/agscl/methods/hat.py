@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
 from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.method_parameters import compute_step
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
@@ -29,6 +28,7 @@ from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
+from agscl.methods._parts.thread_local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
 from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
 from agscl.system.sums import to_sum_dtype
 

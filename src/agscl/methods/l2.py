@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod, WeightPlan
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig, WeightMethod, WeightPlan
 
 __all__ = ["L2", "L2Config"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
+from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis

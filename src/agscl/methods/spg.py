@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.methods._parts.batches import make_repeatable
-from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
-from agscl.methods._parts.penalties import Tensors, find_protected
 from agscl.methods._parts.recorded_outputs import concat_tensors
 from agscl.methods._parts.sample_gradients import Score, as_single_score, measure_gradients
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
+from agscl.methods._parts.weight_method import Tensors, find_protected
 from agscl.system.describe import describe_value
 from agscl.system.sums import to_sum_dtype
 

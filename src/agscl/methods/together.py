@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from agscl.methods._parts.batches import Batches, make_repeatable
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.methods._parts.penalties import WeightMethod
 from agscl.methods._parts.task_views import TaskViewMethod
+from agscl.methods._parts.weight_method import WeightMethod
 from agscl.system.sums import to_sum_dtype
 
 __all__ = ["Together"]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
+from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.optimizer_heads import remove_parameter

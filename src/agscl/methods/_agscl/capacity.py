@@ -91,3 +91,19 @@ def measure_capacity(graph: NodeGraph, first_task: Tensor, tasks: Sequence[str],
         left = None if budget is None else count_tasks_left(free, budget, len(tasks))
         layers.append(LayerCapacity(name, len(own), taken, free, left))
     return Capacity(budget, layers)
+
+
+def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:
+    """How many nodes are free after a task, were important before it, were changed by it: from (groups,) masks."""
+    size, count = len(free), int(free.sum())
+    unchanged, frozen = int((~changed).sum()), int((~changed & important_before.cpu()).sum())
+    return {
+        "nodes": size,
+        "free": count,
+        "sparsity": count / size,
+        "unchanged": unchanged,
+        "used_capacity": unchanged / size,
+        "important_before": int(important_before.sum()),
+        "frozen": frozen,
+        "frozen_capacity": frozen / size,
+    }

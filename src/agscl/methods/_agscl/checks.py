@@ -110,7 +110,7 @@ def _check_unchanged(plan: AGSCLPlan) -> None:
     converted = "dtype" in knowledge.warned  # which changes the bits of everything, and was warned about
     if not math.isinf(method.config.lam) or knowledge.digests is None or len(method.tasks) < 2 or converted:
         return
-    if changed := knowledge.digests.describe_groups(knowledge.first_task)["moved_after_task"]:
+    if changed := knowledge.digests.find_changed(knowledge.first_task):
         method.warn_once(
             "between",
             f"{len(changed)} frozen nodes changed after task {method.tasks[-2]!r} ended and before {plan.task!r} "

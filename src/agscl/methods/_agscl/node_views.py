@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import MultiHead
 from agscl.methods._agscl.zero_init import ZeroRule
-from agscl.methods._parts.lifecycle import warn_user
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
 from agscl.methods._parts.trunk_buffers import TrunkBufferMethod
+from agscl.methods._parts.warnings import warn_user
 
 __all__ = ["NodeViewMethod"]
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.graph.forward import switch_mode
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import Heads
-from agscl.methods._parts.local_tensors import View, make_replaceable, restore_plain_dicts
+from agscl.methods._parts.thread_local_tensors import View, make_replaceable, restore_plain_dicts
 from agscl.system.distributed import average_over_ranks_
 
 __all__ = [

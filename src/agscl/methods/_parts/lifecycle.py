@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from agscl.certificate import Certificate, Layout, ProbeOutputs
+from agscl.certificate import Certificate, Layout
 from agscl.digests import digest_tensors
 from agscl.graph.forward import preserve_model_state
 from agscl.heads import HeadPlace, Heads
@@ -41,10 +39,12 @@ from agscl.methods._parts.memory_forecast import COMMON_PURPOSES, Memory, Outlin
 from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.warnings import warn_user
+from agscl.probe_outputs import ProbeOutputs
 from agscl.system.describe import describe_value
 from agscl.system.distributed import is_distributed
 
-__all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
+__all__ = ["Forward", "Method", "NoSettings"]
 
 Forward = Callable[[Any], Any]
 Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
@@ -52,10 +52,6 @@ _LEARNED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by mod
 
 _viewed_tasks: ContextVar[Mapping[int, str]] = ContextVar("viewed tasks", default=MappingProxyType({}))
 """By id of the method; each thread, and each coroutine, has its own."""
-
-
-class SelfCheckWarning(UserWarning):
-    """Warns that a method seems to do nothing; the message gives the likely cause and a value that would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -770,11 +766,3 @@ def _holds_misplaced(optimizer: Optimizer) -> bool:
 def _hold_any(groups: Sequence[Sequence[nn.Parameter]], parameters: Iterable[nn.Parameter]) -> bool:
     ids = {id(p) for p in parameters}
     return any(id(p) in ids for group in groups for p in group)
-
-
-def warn_user(message: str) -> None:
-    """Warn with the line of the user's code that led here, not one of this package or of torch."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("agscl", "torch"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, SelfCheckWarning, stacklevel=level)

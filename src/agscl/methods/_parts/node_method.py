@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.certificate import ProbeOutputs
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.refusals import NodeGraphError
 from agscl.heads import HeadPlace
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.plan import Plan
+from agscl.probe_outputs import ProbeOutputs
 
 __all__ = ["NodeMethod", "NodePlan"]
 

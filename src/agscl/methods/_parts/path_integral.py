@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.penalties import Tensors, WeightMethod, WeightPlan
+from agscl.methods._parts.weight_method import Tensors, WeightMethod, WeightPlan
 
 __all__ = ["PathMethod", "PathPlan"]
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from agscl.certificate import ProbeOutputs
 from agscl.digests import digest_tensors
 from agscl.heads import MultiHead
+from agscl.probe_outputs import ProbeOutputs
 
 __all__ = ["compare_outputs", "concat_tensors", "record_outputs"]
 

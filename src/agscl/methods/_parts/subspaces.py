@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from agscl.graph.forward import preserve_model_state
 from agscl.graph.probing import LAYERS
-from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.local_tensors import Key, PerThread, View, make_replaceable, restore_plain_dicts
+from agscl.methods._parts.thread_local_tensors import Key, PerThread, View, make_replaceable, restore_plain_dicts
 
 __all__ = ["TaskViewMethod", "WeightPlace"]
 

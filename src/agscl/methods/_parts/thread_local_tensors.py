@@ -80,7 +80,7 @@ class View:
         self.number = next(_numbers)
 
     def show(self, tensors: dict[Key, Tensor]) -> None:
-        """Show these tensors, and none that were shown before."""
+        """Let this thread read these tensors, and none that it was shown before."""
         self.clear()
         if tensors:
             _thread.views[self.number] = tensors

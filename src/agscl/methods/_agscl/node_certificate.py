@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from agscl.certificate import NEVER
 from agscl.graph.probing import LAYERS
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from agscl.methods._agscl.group_digests import GroupDigests
     from agscl.methods.agscl import AGSCL
 
 __all__ = ["certify_nodes"]
 
 
 def certify_nodes(method: AGSCL) -> dict[str, Any]:
-    """The claims of a certificate: guaranteed where nodes are frozen for good and nothing else reaches old outputs."""
+    """What AGS-CL certifies of nodes: guaranteed where they freeze for good and nothing else reaches old outputs."""
     config, knowledge, graph = method.config, method.knowledge, method.graph
     assert knowledge.digests is not None
-    claims = knowledge.digests.describe_groups(knowledge.first_task)
+    claims = _describe_groups(knowledge.digests, knowledge.first_task)
     frozen_for_good = config.freezes
     uncovered = _find_uncovered(method)
     notes = [] if frozen_for_good else uncovered
@@ -34,6 +36,22 @@ def certify_nodes(method: AGSCL) -> dict[str, Any]:
         "notes": notes,
         "uncovered": uncovered if frozen_for_good else [],
         **claims,
+    }
+
+
+def _describe_groups(digests: GroupDigests, first_task: Tensor) -> dict[str, Any]:
+    """The fields of a certificate on the groups; `first_task` (groups,) is the task each became important in.
+
+    The live weights are compared with those that the last task ended with.
+    """
+    first, changed = first_task.tolist(), digests.find_changed(first_task)
+    return {
+        "layout": digests.layout,
+        "first": first,
+        "digests": [None if task == NEVER else digest for digest, task in zip(digests.rows, first, strict=True)],
+        "held": [group for group in digests.unmoved if group not in set(changed)],
+        "moved": sorted({*digests.moved, *set(digests.unmoved).intersection(changed)}),
+        "moved_after_task": changed,
     }
 
 

@@ -1,8 +1,8 @@
-"""Which groups of nodes a task changed or left as they were, by their digests, and what a certificate says of it."""
+"""Digests of groups of nodes: which of them a task changed or left as they were; and how far groups moved."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
 from agscl.methods._agscl.proximal import group_norms
 
-__all__ = ["DIGEST_BYTES", "GroupDigests", "count_nodes", "find_moved_groups"]
+__all__ = ["DIGEST_BYTES", "GroupDigests", "find_moved_groups"]
 
 DIGEST_BYTES = 16
 
@@ -44,11 +44,11 @@ class GroupDigests:
         self.update(torch.full((graph.size,), NEVER))
 
     def update(self, first_task: Tensor) -> None:
-        """Digest the weights, and the weights with BatchNorm statistics, to compare with when the next task ends."""
+        """Digest each group, without and with BatchNorm statistics, to compare with when the next task ends."""
         self.weights, self.rows = self._compute(first_task)
 
     def compare(self, first_task: Tensor) -> Tensor:
-        """(groups,) whether a group's weights changed since `update`; also sets `moved` and `unmoved`."""
+        """(groups,) whether a group's digest changed since `update`; also sets `moved` and `unmoved`."""
         weights, rows = self._compute(first_task)
         important = (first_task != NEVER).cpu()
         same = torch.tensor([old == new for old, new in zip(self.rows, rows, strict=True)])
@@ -69,41 +69,13 @@ class GroupDigests:
     def bytes(self) -> int:
         return DIGEST_BYTES * self.layout.size * (2 if self.layout.statistics else 1)
 
-    def describe_groups(self, first_task: Tensor) -> dict[str, Any]:
-        """The fields of a certificate on the groups; `first_task` (groups,) is the task each became important in.
-
-        The live weights are compared with those that the last task ended with.
-        """
-        first = first_task.tolist()
+    def find_changed(self, first_task: Tensor) -> list[int]:
+        """The important groups whose live weights do not have the digests that the last task ended with."""
         _, live = self._compute(first_task)
-        changed = [g for g, task in enumerate(first) if task != NEVER and live[g] != self.rows[g]]
-        return {
-            "layout": self.layout,
-            "first": first,
-            "digests": [None if task == NEVER else digest for digest, task in zip(self.rows, first, strict=True)],
-            "held": [group for group in self.unmoved if group not in set(changed)],
-            "moved": sorted({*self.moved, *set(self.unmoved).intersection(changed)}),
-            "moved_after_task": changed,
-        }
+        return [g for g, task in enumerate(first_task.tolist()) if task != NEVER and live[g] != self.rows[g]]
 
 
 def find_moved_groups(graph: NodeGraph, start_rows: list[Tensor], distance: float) -> Tensor:
-    """(groups,) those whose incoming weights are `distance` or more away from `start_rows`, of all groups."""
+    """(groups,) which groups moved: whose incoming weights are `distance` or more away from their `start_rows`."""
     rows = Rows(graph, torch.ones(graph.size, dtype=torch.bool))
     return (group_norms(torch._foreach_sub(rows.gather(), start_rows), rows.members) >= distance).cpu()
-
-
-def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:
-    """Figures on a task, from (groups,) masks: free nodes after it, important ones before it, changed ones."""
-    size, count = len(free), int(free.sum())
-    unchanged, frozen = int((~changed).sum()), int((~changed & important_before.cpu()).sum())
-    return {
-        "nodes": size,
-        "free": count,
-        "sparsity": count / size,
-        "unchanged": unchanged,
-        "used_capacity": unchanged / size,
-        "important_before": int(important_before.sum()),
-        "frozen": frozen,
-        "frozen_capacity": frozen / size,
-    }
