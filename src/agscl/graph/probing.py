@@ -21,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state, watch_running
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.refusals import NodeGraphError, Refusal
+from agscl.graph.relu_watcher import ReLUWatcher, watch_running
 
 __all__ = ["LAYERS", "ExpectedGroups", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
 

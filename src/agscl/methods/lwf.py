@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from agscl.graph.forward import switch_mode
+from agscl.graph.model_state import switch_mode
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.plan import Plan

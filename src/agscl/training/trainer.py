@@ -28,7 +28,7 @@ from agscl.tasks import Task, TaskSequence
 from agscl.training.batch_order import order_epoch
 from agscl.training.config import TrainingConfig
 from agscl.training.engine import Engine, make_engine
-from agscl.training.optimizers import load_optimizer_state_dict, name_parameters, optimizer_state_dict
+from agscl.training.optimizers import list_named_parameters, load_optimizer_state_dict, optimizer_state_dict
 from agscl.training.ranks import Ranks
 from agscl.training.seeds import derive_seed
 
@@ -309,7 +309,7 @@ class Trainer:
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
         in_model = dict(self.model.named_parameters())
-        parameters = name_parameters(self.optimizer, self.model).items()
+        parameters = list_named_parameters(self.optimizer, self.model).items()
         return trained | {name: parameter.detach() for name, parameter in parameters if name not in in_model}
 
     def note_plan_version(self) -> bool:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state, watch_running
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.nodes import NodeGraph
+from agscl.graph.relu_watcher import ReLUWatcher, watch_running
 from agscl.system.distributed import sum_over_ranks_
 from agscl.system.sums import sum_dtype
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from agscl.graph.forward import switch_mode
+from agscl.graph.model_state import switch_mode
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import Heads
 from agscl.methods._parts.thread_local_tensors import View, make_replaceable, restore_plain_dicts

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from agscl.certificate import Certificate, Layout
 from agscl.digests import digest_tensors
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.heads import HeadPlace, Heads
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
@@ -352,7 +352,7 @@ class Method:
         Heads that an optimizer held then and does not hold now are added: it was made before they were.
         """
         heads = self.heads.parameters(self.tasks)
-        names = self.heads.name_parameters(heads)
+        names = self.heads.list_names_by_id(heads)
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         for optimizer, groups in zip(optimizers, self.knowledge.parameter_order, strict=False):
             for group, order in zip(optimizer.param_groups, groups, strict=False):

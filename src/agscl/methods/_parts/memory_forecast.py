@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.probing import LAYERS
 from agscl.methods._parts.batchnorm import find_batchnorms

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.system.distributed import sum_over_ranks_
 
 __all__ = ["Score", "as_single_score", "count_samples", "measure_gradients"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.probing import LAYERS
 from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
