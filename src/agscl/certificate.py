@@ -54,8 +54,11 @@ class Layout:
         return {**self.parameters, **self.statistics}
 
     def find_later_inputs(self, first: Sequence[int], rule: str) -> dict[str, tuple[Any, Any]]:
-        """Per reader: the group that each weight reads, (rows or 1, columns), and (rows, columns) whether it belongs
-        to that group, not to its row's: where earlier tasks do not see it, as the group became important later."""
+        """Per reader in the certificate: the group that each weight reads, and whether the weight belongs to it.
+
+        (rows or 1, columns) and (rows, columns). It belongs to the group it reads, not to its row's, where earlier
+        tasks do not see it, as the group became important later.
+        """
         if rule != "earlier_tasks":
             return {}
         tasks, found = np.array([*first, -1]), {}  # -1: reads no node
@@ -126,7 +129,7 @@ class Certificate:
 
     @property
     def guarantees_outputs(self) -> bool:
-        """Whether outputs of the tasks learned so far can never change."""
+        """Whether it is certified that outputs of the tasks learned so far can never change."""
         covers = self.zero_rule in ("paper", "earlier_tasks") and not self.uncovered
         return self.kind == "guaranteed" and covers and not self.moved
 
@@ -147,7 +150,7 @@ class Certificate:
         return found
 
     def zeros(self) -> int:
-        """How many weights must be exactly zero (a filter's k×k entries counted as one)."""
+        """How many weights are certified to be exactly zero (a filter's k×k entries counted as one)."""
         return sum(int(self._zero_pattern(name).sum()) for name in self.layout.readers)
 
     def _zero_pattern(self, name: str) -> Any:
@@ -247,14 +250,14 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a chain of certificates holds, and what was found, a line each."""
+    """What `verify` found: whether the certificates hold, and what each says, a line each."""
 
     ok: bool
     lines: list[str]
 
 
 def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -> Verdict:
-    """Check a run's certificates, one per task in order, against each other and against its final weights."""
+    """Check certificates, one per task in order, against each other and against the final weights."""
     if not certificates:
         return Verdict(False, ["There is no certificate to check."])
     lines: list[str] = []

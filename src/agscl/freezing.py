@@ -319,7 +319,7 @@ class _Part:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor as it is now: a loop may have replaced it."""
+        """The tensor with frozen entries as it is now: a loop may have replaced it."""
         tensor = self.given
         if self.owner is not None:
             name = self.name.rpartition(".")[2]
@@ -338,7 +338,7 @@ class _Part:
 
     @property
     def place(self) -> Any:
-        """Where the entries are, to index the tensor with."""
+        """Where the frozen entries are, to index the tensor with."""
         if self.rows is not None and self.columns is not None:
             return self.rows[:, None], self.columns
         if self.columns is not None:
@@ -355,7 +355,7 @@ class _Part:
         return entries.movedim(1, 0) if columns else entries.reshape(1) if not entries.dim() else entries
 
     def follow(self, tensor: Tensor) -> None:
-        """Move what is held to the device of the tensor."""
+        """Move the frozen values to the device of the tensor."""
         if self.values.device != tensor.device:
             self.values = self.values.to(tensor.device)
             self.rows = None if self.rows is None else self.rows.to(tensor.device)
@@ -410,7 +410,7 @@ class _Part:
         return {key: None if value is None else value.clone() for key, value in state.items()}
 
     def find_mismatch(self, state: Mapping[str, Tensor | None]) -> str | None:
-        """Why a saved state is not one of this tensor, if so."""
+        """Why a saved state of frozen entries is not one of this tensor, if so."""
         values = state.get("values")
         if values is None:
             return "it holds no values"
@@ -450,7 +450,7 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def find_positions(which: Index, size: int, kind: str, name: str) -> Tensor:
-    """The positions, sorted and each once, that an index selects from `size`."""
+    """The rows or columns to freeze, sorted and each once, that an index selects from `size`."""
     if isinstance(which, slice):
         found = torch.tensor(range(size)[which], dtype=torch.int64)
     else:

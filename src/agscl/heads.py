@@ -405,7 +405,7 @@ class Heads:
         return (inputs,) if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves) else inputs
 
     def call_model(self, inputs: Any, task: str, tasks: Sequence[str], model: Callable[..., Any] | None = None) -> Any:
-        """Run the model with these heads (or `model`, called alike) for `task`, on `inputs` as `split_arguments` takes them.
+        """Run the model with these heads (or `model`, called alike) for `task`, on `inputs` as for `split_arguments`.
 
         That is `model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task.
         """

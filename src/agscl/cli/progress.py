@@ -165,7 +165,7 @@ class JobsProgress(_TrainingBars):
 
 
 class DownloadProgress(_Bars):
-    """Of one file: a bar, or a line when it is complete."""
+    """Of one file that a command downloads: a bar, or a line when it is complete."""
 
     def __init__(self, name: str, total: int) -> None:
         super().__init__(

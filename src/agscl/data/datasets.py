@@ -15,7 +15,7 @@ from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.encoded_images import LABEL_COLUMNS, EncodedImages, ParquetImages, find_split
 from agscl.data.errors import DataError
 from agscl.data.examples import Array, Examples
-from agscl.data.ordering import sort_unique
+from agscl.data.natural_order import sort_unique
 
 
 def data_folders() -> list[Path]:

@@ -1,7 +1,7 @@
 """HTTP with limits: download a file, resumed where it stopped and verified before it gets its name; read an answer.
 
 The client of the Hugging Face hub deletes unfinished files, compares sizes but no checksums, and reads answers of any
-length, so everything from the hub is transferred here; `agscl.data.hub` says which files there are, and how to be
+length, so everything from the hub is transferred here; `agscl.data.hub_files` says which files there are, and how to be
 allowed to read them.
 """
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from agscl.data.errors import DownloadFailed
-from agscl.data.progress import MakeProgress, ProgressLine
-from agscl.data.remote import CHUNK, RemoteFile, compute_digest, parse_size
+from agscl.data.progress_line import MakeProgress, ProgressLine
+from agscl.data.remote_file import CHUNK, RemoteFile, compute_digest, parse_size
 from agscl.system.files import flush_folder, open_for_writing
 
 MAX_FAILURES = 5
@@ -64,7 +64,7 @@ def download_file(
     headers: Mapping[str, str] | None = None,
     make_progress: MakeProgress = ProgressLine,
 ) -> None:
-    """Download `file` to `path`.
+    """Download `file` to `path`, within limits of size and time, and verify it.
 
     Content goes to `path`.part first, is resumed where an earlier attempt stopped, and renamed once its checksum is
     right. `headers` are sent to the server named in the URL only, not to those it redirects to.

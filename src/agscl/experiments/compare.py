@@ -111,7 +111,7 @@ def _collect_rewards(
 
 
 def compute_metrics(outcome: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, float | None]:
-    """The metrics of one run; plasticity against fine-tuning on the same seed, where that is known."""
+    """The metrics of one run that is compared; plasticity against fine-tuning on the same seed, where that is known."""
     values = {metric: outcome[metric] for metric in METRICS}
     if reference is not None:
         values["plasticity"] = metrics.plasticity(outcome["accuracies"], reference[REFERENCE]["accuracies"])
@@ -119,7 +119,7 @@ def compute_metrics(outcome: dict[str, Any], reference: dict[str, Any] | None) -
 
 
 def summarize_values(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean and sample standard deviation (n − 1; None for a single value)."""
+    """Of the runs compared, mean and sample standard deviation (n − 1; None for a single value)."""
     known = [value for value in values if value is not None]
     return {
         "mean": statistics.mean(known) if known else None,

@@ -210,7 +210,7 @@ class _Losses:
     """The newest one at the last loss."""
 
     def may_continue(self, job: Job) -> bool:
-        """Count a loss; whether to take the job up again from its checkpoint."""
+        """Count a lost worker; whether to take the job up again from its checkpoint."""
         newest = max(Run(job.folder).checkpoints.list_numbers(), default=0)
         self.in_vain = self.in_vain + 1 if newest == self.checkpoint else 1
         self.total, self.checkpoint = self.total + 1, newest

@@ -138,7 +138,7 @@ def plan_study(
 
 
 def add_finished_runs(lines: Sequence[StudyLine], folder: Path) -> list[StudyLine]:
-    """The same lines with every seed that is finished in the folder."""
+    """A study's lines with every seed that is finished in the folder."""
     extended = []
     for line in lines:
         jobs = list(line.jobs)
@@ -188,7 +188,7 @@ def store_study(folder: Path, preset: str, study: str, content: Mapping[str, Any
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of several curves, point by point."""
+    """The mean of the curves of a study's line over its seeds, point by point."""
     return [statistics.mean(values) for values in zip(*curves, strict=True)]
 
 

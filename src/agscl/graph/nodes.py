@@ -34,7 +34,7 @@ HEAD_REMEDY = "Let each task's head begin with a Linear or Conv layer, e.g. nn.S
 
 
 def read_own_weight(name: str, module: nn.Module) -> nn.Parameter:
-    """The module's own weight, also where this thread looks at a task that sees another in its place."""
+    """A node layer's own weight, also where this thread looks at a task that sees another in its place."""
     if "weight" not in module._parameters:
         raise RuntimeError(
             f"The weight of {name} is computed now, by a parametrization or pruning of torch that came after the node "
@@ -575,7 +575,7 @@ class NodeGraph:
     # The proof -------------------------------------------------------------------------------------------------------
 
     def prove(self, task: str | None = None) -> None:
-        """Change random groups' outputs and raise unless exactly the columns that read them change."""
+        """Prove the graph: change random groups' outputs and raise unless exactly the columns that read them change."""
         probe = self._probe(task or self._first_task())
         expected: dict[ProbePoint, ExpectedGroups] = {
             ("norm", name): ExpectedGroups(1, norm.groups) for name, norm in self.norms.items()

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from agscl.certificate import Certificate
-from agscl.data.hub import hub_endpoint
+from agscl.data.hub_files import hub_endpoint
 from agscl.heads import MultiHead
 from agscl.integrations._attach import check_method
 from agscl.methods import find_methods
@@ -126,7 +126,7 @@ def download_file(repository: str, name: str, revision: str | None, token: str |
 
 
 def describe_head(task: str, head: nn.Module) -> int | dict[str, int]:
-    """The outputs with which `add_head` makes a head again."""
+    """What a repository on the hub says of a head: the outputs with which `add_head` makes it again."""
     parts = dict(head.named_children()) if isinstance(head, nn.ModuleDict) else {"": head}
     for part in parts.values():
         if not isinstance(part, nn.Linear):

@@ -106,7 +106,7 @@ class EWC(WeightMethod):
 
     @torch.no_grad()
     def penalty(self) -> Tensor:
-        """λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
+        """EWC's λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
         return self.strength * (self._sum_weighted_distances() + self.knowledge.minimum)
 
     # Measuring -------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class EWC(WeightMethod):
 
 
 def sample_classes(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw (samples,) classes from the predicted distributions, with the inverse of their cumulative probabilities.
+    """Draw (samples,) classes for EWC's Fisher from the predicted distributions, by inverting their cumulative sums.
 
     `uniforms` (samples,) are random numbers in [0, 1).
     """

@@ -22,7 +22,7 @@ from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
-from agscl.methods._parts.method_parameters import compute_step
+from agscl.methods._parts.method_parameters import compute_method_parameter_step
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
@@ -199,7 +199,7 @@ class HATPlan(NodePlan):
             gradient = self.compensate(gradient + self.penalty_gradient(s, e.detach()), e.detach(), s)
         self.moves += 1
         self.moment_age += 1
-        e.sub_(compute_step(optimizer, group, gradient, self.moments, self.moment_age)).clamp_(
+        e.sub_(compute_method_parameter_step(optimizer, group, gradient, self.moments, self.moment_age)).clamp_(
             -MAX_EMBEDDING, MAX_EMBEDDING
         )
         if skipped is not None:  # a fused optimizer skipped the step on overflow

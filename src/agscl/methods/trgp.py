@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.graph.probing import LAYERS
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
-from agscl.methods._parts.method_parameters import compute_step
+from agscl.methods._parts.method_parameters import compute_method_parameter_step
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.subspaces import (
@@ -179,7 +179,7 @@ class TRGPPlan(SubspacePlan):
             for task, gradient in gradients.items():
                 scale, moments = self.scales[name][task], self.moments[name][task]
                 before = [] if skipped is None else [t.detach().clone() for t in (scale, *moments)]
-                scale.sub_(compute_step(optimizer, group, gradient, moments, self.moment_ages[name]))
+                scale.sub_(compute_method_parameter_step(optimizer, group, gradient, moments, self.moment_ages[name]))
                 for tensor, value in zip((scale, *moments), before, strict=False):  # a fused optimizer's skipped step
                     tensor.copy_(torch.where(skipped.reshape(()) > 0, value, tensor))  # type: ignore[union-attr]
         self._gradients = {}

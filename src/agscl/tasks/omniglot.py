@@ -15,8 +15,8 @@ from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.encoded_images import EncodedImages, ParquetImages
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
-from agscl.data.ordering import sort_unique
-from agscl.data.progress import ProgressLine
+from agscl.data.natural_order import sort_unique
+from agscl.data.progress_line import ProgressLine
 from agscl.heads import make_task_names
 from agscl.tasks.task import Task, TaskSequence
 

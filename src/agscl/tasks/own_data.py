@@ -25,7 +25,7 @@ from agscl.data.encoded_images import (
 )
 from agscl.data.errors import DataError
 from agscl.data.examples import Array, Examples
-from agscl.data.ordering import sort_unique
+from agscl.data.natural_order import sort_unique
 from agscl.heads import make_task_names
 from agscl.tasks.task import TaskSequence, make_task
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from agscl.certificate import NEVER
-from agscl.report.read import Outcome, ReportData, RunData, get_title, measure
+from agscl.report.report_data import Outcome, ReportData, RunData, get_title, measure_outcome
 from agscl.system.files import write_atomically
 
 Row = dict[str, Any]
 
 
 def list_rows(report: ReportData) -> dict[str, list[Row]]:
-    """The rows of every file, by its name; files without rows are left out."""
+    """The rows of every CSV file, by its name; files without rows are left out."""
     tables = {
         "accuracies": _list_accuracies(report),
         "metrics": _list_metrics(report),
@@ -84,7 +84,7 @@ def _list_metrics(report: ReportData) -> Iterator[Row]:
     for head, outcome in _each(report):
         if outcome.accuracies:
             names = ("average_accuracy", "forgetting", "plasticity", "stability", "accumulated_reward")
-            yield {**head, **{name: measure(outcome, name) for name in names}, "seconds": outcome.seconds}
+            yield {**head, **{name: measure_outcome(outcome, name) for name in names}, "seconds": outcome.seconds}
 
 
 def _list_losses(report: ReportData) -> Iterator[Row]:

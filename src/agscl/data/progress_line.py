@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 
 class Progress(Protocol):
-    """A progress display, open within a `with` block."""
+    """A display of the progress of a download or another long work, such as a line; open within a `with` block."""
 
     def __enter__(self) -> Self: ...
 
@@ -26,7 +26,7 @@ MakeProgress = Callable[[str, int], Progress]
 
 
 class ProgressLine:
-    """Shows "description: 45 %" on stderr, from the second second on."""
+    """Shows a line, "description: 45 %", on stderr, from the second second on."""
 
     def __init__(self, description: str, total: int) -> None:
         self._description, self._total, self._done = description, total, 0

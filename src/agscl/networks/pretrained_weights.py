@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from agscl.data.errors import DownloadFailed
-from agscl.data.remote import RemoteFile
+from agscl.data.remote_file import RemoteFile
 from agscl.system.files import lock_file
 
 HUB_PATTERN = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?/(?P<file>[\w./ -]+)")
 
 
 class WeightsError(Exception):
-    """Weights are missing or unusable; the message says what was tried and what to do."""
+    """Pretrained weights are missing or unusable; the message says what was tried and what to do."""
 
 
 def find_weights(weights: str | Path, known: Mapping[str, RemoteFile]) -> Path:
@@ -51,7 +51,7 @@ def _find_known(file: RemoteFile) -> Path:
 
 
 def _find_on_hub(address: str) -> Path:
-    from agscl.data.hub import describe_model_file
+    from agscl.data.hub_files import describe_model_file
 
     parts = HUB_PATTERN.fullmatch(address)
     if parts is None or {"", ".", ".."} & set(parts["file"].split("/")):
@@ -78,8 +78,8 @@ def _find_path(file_name: str) -> Path:
 
 
 def download_weights(file: RemoteFile, path: Path) -> None:
-    """Download `file` to `path`; another process that wants it meanwhile waits."""
-    from agscl.data.hub import request_headers
+    """Download pretrained weights to `path`; another process that wants them meanwhile waits."""
+    from agscl.data.hub_files import request_headers
     from agscl.data.limited_http import download_file
 
     try:
@@ -92,7 +92,7 @@ def download_weights(file: RemoteFile, path: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name; a file that contains anything else is refused, since opening it could run code."""
+    """The pretrained weights in a file, by name; with anything else in it, it is refused: opening it could run code."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -116,7 +116,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, path: Path, *, prefixes: Mapping[str, str], skip: str) -> None:
-    """Copy the weights in `path` into `module`; where they do not fit, the module stays as it is.
+    """Copy pretrained weights in `path` into `module`; where they do not fit, the module stays as it is.
 
     `prefixes`: how names begin in the file, and in the module. Names in the file that begin with `skip` are ignored.
     """

@@ -7,7 +7,7 @@ import html
 import numpy as np
 
 from agscl.report.charts import FREE_COLOR, MOVED_COLOR, color_tasks, name_task
-from agscl.report.nodes import NodeHistory
+from agscl.report.node_history import NodeHistory
 from agscl.report.vega import FONT, INK
 
 WIDTH = 720

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from agscl.data import hub
+from agscl.data import hub_files
 from agscl.data.errors import DownloadFailed
-from agscl.data.hub import describe_model_file, list_parquet_files
+from agscl.data.hub_files import describe_model_file, list_parquet_files
 from agscl.data.limited_http import download_file
 from small_hub import REVISION
 
@@ -108,7 +108,7 @@ def test_a_model_file_comes_with_the_checksum_that_the_hub_states(small_hub):
 def test_without_the_client_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DownloadFailed, match=r"need huggingface_hub: pip install 'agscl\[data\]'"):
-        hub.list_parquet_files("some/data")
+        hub_files.list_parquet_files("some/data")
 
 
 def test_tasks_and_networks_load_without_the_client():

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from agscl.data.errors import DownloadFailed
 from agscl.data.limited_http import REQUEST_ERRORS, describe_error, fetch_headers, fetch_json, make_printable
-from agscl.data.remote import Algorithm, RemoteFile, check_file_name, parse_size
+from agscl.data.remote_file import Algorithm, RemoteFile, check_file_name, parse_size
 
 PARQUET_BRANCH = "refs/convert/parquet"
 """The branch in which the hub stores every dataset as CONFIG/SPLIT/0000.parquet, 0001.parquet ..."""

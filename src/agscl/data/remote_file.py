@@ -74,7 +74,7 @@ def check_file_name(name: str) -> None:
 
 
 def parse_size(text: str) -> int:
-    """The number of bytes that a header states; raises ValueError where it is none."""
+    """The size of a remote file that a header states, in bytes; raises ValueError where it is none."""
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_SIZE)) and int(text) <= MAX_SIZE):
         raise ValueError(f"{text!r:.100} is not a file size")
     return int(text)

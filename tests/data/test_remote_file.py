@@ -9,7 +9,7 @@ import pytest
 
 from agscl.data.errors import DataError
 from agscl.data.manifest import Manifest, is_complete, read_manifest, write_manifest
-from agscl.data.remote import RemoteFile
+from agscl.data.remote_file import RemoteFile
 
 SHA256 = hashlib.sha256(b"content").hexdigest()
 BAD_NAMES = ["../up", "a/b", "/etc/passwd", "..", ".", ".lock", "", "a\\b", "C:x", "a\0b", "line\nbreak"]

@@ -29,7 +29,7 @@ class NodeLayerData:
 
 @dataclass
 class NodeHistory:
-    """Every group after every task."""
+    """The history of every group of nodes: what it was after every task."""
 
     layers: list[NodeLayerData]
     tasks: list[str]
@@ -49,7 +49,7 @@ class NodeHistory:
 
 
 def read_node_history(folder: Path, certificates: Sequence[Certificate], problems: list[str]) -> NodeHistory | None:
-    """None for a method that certifies no nodes."""
+    """Read the history of a run's nodes from certificates and records; None for a method that certifies no nodes."""
     if not certificates or not certificates[-1].layout.size:
         return None
     last = certificates[-1]
@@ -89,7 +89,7 @@ def _read_record(folder: Path, number: int, size: int, problems: list[str]) -> t
 
 
 def find_layers(certificate: Certificate) -> list[NodeLayerData]:
-    """The layers of nodes in their order, and which of them each reads."""
+    """The layers of nodes that a certificate speaks of, in their order, and which of them each reads."""
     layout = certificate.layout
     of_group = np.full(layout.size, -1)
     layers: list[NodeLayerData] = []
