@@ -13,7 +13,7 @@ from agscl.runs import Run, RunError, WrongOptions
 
 
 def load_agent(folder: Path) -> ReinforcementTrainer:
-    """A trainer with the agent of the method that was trained last; it is only meant to play."""
+    """A trainer with the agent stored in a run's last checkpoint; it is only meant to play."""
     run = Run(folder)
     config = RunConfig.from_dict(run.read_config() or {})
     try:

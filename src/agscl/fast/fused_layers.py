@@ -40,7 +40,7 @@ from agscl.fast.triton_support import (
     sum_partials,
     uses_triton,
 )
-from agscl.system.bitwise import FOREACH_PIECES, concat_pieces, split_pieces
+from agscl.system.tensor_pieces import FOREACH_PIECES, concat_pieces, split_pieces
 
 MAX_LINEAR_OUTPUTS = 1024
 """The widest linear layer whose bias gradient a program can sum."""

@@ -67,7 +67,7 @@ class Rows:
         return torch.cat([*sums, sums[0].new_zeros(1)])[self.members].sum(1)
 
     def gather(self) -> list[Tensor]:
-        """Copies of the rows, one tensor per parameter."""
+        """Copies of the rows of these groups, one tensor per parameter."""
         return [p.detach().index_select(0, index) for p, index in zip(self.parameters, self.index, strict=True)]
 
     @torch.no_grad()

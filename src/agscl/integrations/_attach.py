@@ -47,5 +47,5 @@ def follow_optimizers(method: Method, optimizers: Sequence[Optimizer]) -> None:
 
 
 def differentiates_logits(method: Method) -> bool:
-    """Whether a method derives importances from a model's logits, not from its loss."""
+    """Whether a method attached to a framework derives importances from a model's logits, not from its loss."""
     return isinstance(method, MAS) or (isinstance(method, EWC) and method.config.fisher in ("estimated", "exact"))

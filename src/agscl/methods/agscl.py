@@ -89,7 +89,7 @@ class AGSCLConfig(Settings):
 
     @property
     def freezes(self) -> bool:
-        """Whether important nodes never move again."""
+        """Whether AGS-CL freezes important nodes: they never move again."""
         return self.prox and math.isinf(self.lam)
 
 
@@ -121,7 +121,7 @@ class AGSCLKnowledge(TrunkBufferKnowledge):
 
 
 class AGSCLPlan(NodePlan):
-    """One task: which rows are free and important, how strongly each is penalised, and what steps do to them."""
+    """One task of AGS-CL: which rows are free and important, how strongly each is penalised, what steps do to them."""
 
     method: AGSCL
     saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norm", "start_rows", "pruner")
@@ -256,7 +256,7 @@ class AGSCL(NodeViewMethod):
 
     @property
     def free(self) -> Tensor:
-        """(groups,) nodes that were never important."""
+        """(groups,) AGS-CL's free nodes: those that were never important."""
         return self.knowledge.free
 
     @property
@@ -269,7 +269,7 @@ class AGSCL(NodeViewMethod):
 
     @property
     def depends_on_batch_size(self) -> bool:
-        """A mean does not depend on it; statistics of BatchNorm and what dropout draws do."""
+        """AGS-CL's mean activation does not depend on it; statistics of BatchNorm and what dropout draws do."""
         return self._graph is None or bool(self.graph.norms) or self.config.importance_mode == "train"
 
     def _init_nodes(self) -> None:
@@ -326,11 +326,11 @@ class AGSCL(NodeViewMethod):
     # What it reports -------------------------------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        """Per layer, how many nodes each task has taken, how many are free, and how many more tasks fit."""
+        """AGS-CL's capacity per layer: the nodes each task has taken, how many are free, how many more tasks fit."""
         return measure_capacity(self.graph, self.knowledge.first_task, self.tasks, self.config.budget)
 
     def memory(self) -> dict[str, int]:
-        """As `Method.memory`, with the certificate's `digests` in bytes."""
+        """AGS-CL's memory as `Method.memory` has it, with the certificate's `digests` in bytes."""
         counts, size = super().memory(), 0 if self.knowledge.digests is None else self.knowledge.digests.bytes
         return {**counts, "digests": size, "bytes": counts["bytes"] + size}
 

@@ -160,7 +160,7 @@ class RWalk(PathMethod):
         self.plan.current = self.add_up_importances()  # for the figures on this task
 
     def add_up_importances(self) -> Tensors:
-        """F + s as they are now."""
+        """RWALK's importances F + s as they are now."""
         fisher, score = self.knowledge.fisher, self.knowledge.score
         if self.config.normalise and fisher:
             fisher, score = _normalise(fisher), _normalise(score)

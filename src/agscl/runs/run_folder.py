@@ -69,12 +69,12 @@ class Run:
 
     @property
     def is_started(self) -> bool:
-        """Whether any training is stored here."""
+        """Whether any training is stored in the run's folder."""
         return bool(self.checkpoints.list_numbers()) or is_finished(self.folder)
 
     @contextmanager
     def explain_write_errors(self) -> Iterator[None]:
-        """Turn a failing write (full disk, no permission) into a message that says what is stored."""
+        """Turn a failing write to the run's folder (full disk, say) into a message that says what is stored."""
         try:
             yield
         except OSError as error:
@@ -87,7 +87,7 @@ class Run:
             raise RunError(f"could not write to {self.folder}: {error.strerror or error}. {stored}") from error
 
     def store_config(self, config: dict[str, Any]) -> None:
-        """Write config.json, or check that it already holds `config`."""
+        """Write the run's config.json, or check that it already holds `config`."""
         self.check_config(config)
         self._config = encode_json(config).decode()
         path = self.folder / "config.json"
@@ -112,7 +112,7 @@ class Run:
             )
 
     def read_config(self) -> dict[str, Any] | None:
-        """The configuration of the run: from config.json, or else from the result or the newest checkpoint."""
+        """The configuration in the run's folder: from config.json, or else from the result or the newest checkpoint."""
         if (path := self.folder / "config.json").exists():
             return read_checked_json(path, CONFIG_ADVICE)
         if is_finished(self.folder):
@@ -122,7 +122,7 @@ class Run:
         return None if text is None else json.loads(text)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write one of the run's JSON files."""
+        """Write a JSON file into the run's folder, with its checksum."""
         with self.explain_write_errors():
             write_atomically(self.folder / name, encode_json_with_checksum(content))
 
@@ -131,7 +131,7 @@ class Run:
             self.events.append(event)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint, with the current length and hash of the event log."""
+        """Write a checkpoint into the run's folder, with the current length and hash of the event log."""
         with self.explain_write_errors():
             length = self.events.sync()
             log = {"events": length, "events_sha256": hash_log(self.events.path, length)}
@@ -139,14 +139,14 @@ class Run:
             self.checkpoints.save({**state, **log, "config": self._config})
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The newest intact checkpoint, or None."""
+        """The newest intact checkpoint in the run's folder, or None; raises `RunError` for one that cannot be read."""
         try:
             return self.checkpoints.load()
         except UnreadableCheckpoint as error:
             raise RunError(f"cannot read a checkpoint, so the run was left unchanged: {error}") from error
 
     def resume(self) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint and truncate the event log to where it was then.
+        """Resume the run: load the newest intact checkpoint and truncate the event log to where it was then.
 
         Raises `DifferentConfig` for a checkpoint with another configuration than that given to `store_config`.
         """
@@ -177,7 +177,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """The result of a finished run, whose configuration must be that in config.json."""
+    """The result in the folder of a finished run, whose configuration must be that in config.json."""
     path, advice = folder / "result.json", ". Remove it: the same command writes it again from the last checkpoint"
     result = read_checked_json(path, advice)
     if missing := [key for key in RESULT_KEYS if key not in result]:

@@ -334,7 +334,7 @@ def _draw_test_rows(y: Array, task_of_row: Array, labels: list[Any], options: _S
 
 
 def add_normalisation(tasks: TaskSequence) -> TaskSequence:
-    """Give images of bytes the mean and the deviation of the training examples of all tasks."""
+    """Give your own images, as bytes, the mean and the deviation of the training examples of all tasks."""
     if tasks[0].train_x.dtype != torch.uint8:
         return tasks
     channels = tasks[0].train_x.shape[1]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CompileFailed(RuntimeError):
-    """The network could not be compiled on this machine."""
+    """The network could not be compiled on this machine, as the engine asked for needs it."""
 
 
 class Engine(ABC):
@@ -40,15 +40,15 @@ class Engine(ABC):
 
     @abstractmethod
     def make_optimizer(self) -> Optimizer:
-        """A new optimizer of the model's parameters, for a task."""
+        """The engine's optimizer of the model's parameters, a new one for a task."""
 
     @abstractmethod
     def start_task(self) -> None:
-        """Prepare for the steps of a task that begins, or is resumed from a checkpoint."""
+        """Prepare the engine for the steps of a task that begins, or is resumed from a checkpoint."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Run the next unit of the epoch under way: a step, the end of the epoch, or all of it."""
+        """Let the engine run the next unit of the epoch under way: a step, the end of the epoch, or all of it."""
 
     @abstractmethod
     def sync(self) -> None:

@@ -101,7 +101,7 @@ class Trainer:
     # The loop --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Do one unit of work; returns False if all tasks were done already."""
+        """Begin a task, train a step or an epoch of it, or end it; returns False if all tasks were done already."""
         if self.done:
             return False
         with ExitStack() as stack:
@@ -199,7 +199,7 @@ class Trainer:
         return x.contiguous(memory_format=torch.channels_last) if channels_last else x
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of forward passes."""
+        """The precision of the trainer's forward passes."""
         if self.config.precision == "bf16":
             return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         return nullcontext()
@@ -277,7 +277,7 @@ class Trainer:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one input of the tasks being trained on, as the network reads it."""
+        """The shape of one input of the tasks being trained on, as the network reads it."""
         first = self.tasks[0]
         return tuple(first.prepare_inputs(first.train_x[:1]).shape[1:])
 
@@ -318,7 +318,7 @@ class Trainer:
         return self.plan_version != before
 
     def check_finite(self) -> None:
-        """Raise if the loss or a weight is no longer finite."""
+        """Raise if the trainer's loss or a weight is no longer finite."""
         if not self.all_finite():
             raise self._make_divergence_error(self.epoch)
 
@@ -391,7 +391,7 @@ class Trainer:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a new trainer needs to continue, as nested dicts of tensors and plain values."""
+        """Everything that a new trainer needs to continue with these tasks, as nested dicts of tensors and values."""
         self.engine.sync()
         self.check_finite()
         state = {

@@ -38,7 +38,7 @@ class LayerCapacity:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What each layer has taken and free."""
+    """What each layer of a network has taken and free."""
 
     budget: Budget | None
     layers: list[LayerCapacity]
@@ -50,7 +50,7 @@ class Capacity:
         return min(left, default=None)
 
     def summarise(self) -> dict[str, Any]:
-        """As plain values, with what all tasks and what the last task has taken."""
+        """The capacity as plain values, with what all tasks and what the last task has taken."""
         layers = [
             {**vars(layer), "taken": sum(taken), "taken_by_last": taken[-1] if taken else 0}
             for layer in self.layers

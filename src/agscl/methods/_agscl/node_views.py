@@ -68,7 +68,7 @@ class NodeViewMethod(TrunkBufferMethod, TaskViewMethod, NodeMethod):
             self.start_views()
 
     def list_buffer_modules(self) -> dict[str, nn.Module]:
-        """Without BatchNorms, whose statistics are frozen node by node."""
+        """The trunk's modules but for BatchNorms, whose statistics are frozen node by node."""
         modules = super().list_buffer_modules()
         return {name: module for name, module in modules.items() if not isinstance(module, _BatchNorm)}
 
@@ -100,7 +100,7 @@ class LaterInputs:
             yield reader.module, "weight", reader.weight
 
     def mask_later(self, first_task: Tensor, number: int) -> Iterator[WeightPlace]:
-        """The same with 0 where a node is read that became important after task `number`."""
+        """Those weights with 0 where a node is read that became important after task `number`."""
         first = F.pad(first_task, (0, 1), value=-1)  # the last: no node
         if not self.sources or self.sources[0].device != first.device:
             self.sources = [reader.source_groups().to(first.device) for reader in self.readers]
@@ -108,7 +108,7 @@ class LaterInputs:
             yield module, key, weight.masked_fill((first[sources] > number).to(weight.device), 0.0)
 
     def find_replaced(self) -> list[str]:
-        """Layers that are no longer part of the model."""
+        """Layers with such weights that are no longer part of the model."""
         if all(_find_module(self.model, reader.name) is reader.module for reader in self.readers):
             return []
         modules = set(self.model.modules())  # a layer may have been moved

@@ -67,9 +67,9 @@ class FrozenPartsMethod(Method):
     Plan: ClassVar[type[FrozenPartsPlan]] = FrozenPartsPlan
 
     def is_frozen(self, name: str) -> bool:
-        """Whether this parameter of the trunk is frozen."""
+        """Whether this parameter of the trunk is one of the frozen parts."""
         raise NotImplementedError
 
     def find_trunk_parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter outside the heads, by its name in the model."""
+        """What parts of the trunk may be frozen: every parameter outside the heads, by its name in the model."""
         return self.heads.list_outside_parameters(self.tasks)

@@ -41,22 +41,22 @@ class Memory:
 
     @classmethod
     def from_counts(cls, upper_bounds: Iterable[str] = (), /, **counts: int) -> Self:
-        """These counts, and 0 for what every method counts."""
+        """A memory of these counts, and 0 for what every method counts."""
         return cls({**dict.fromkeys((*COMMON_PURPOSES, "bytes"), 0), **counts}, frozenset(upper_bounds))
 
     @property
     def importances(self) -> int:
-        """What the paper counts."""
+        """What the paper counts as memory."""
         return self.counts.get("importances", 0)
 
     @property
     def total(self) -> int:
-        """All numbers, for whatever purpose."""
+        """All numbers in memory, for whatever purpose."""
         return sum(count for purpose, count in self.counts.items() if purpose not in BYTE_ENTRIES)
 
     @property
     def other_counts(self) -> dict[str, int]:
-        """Numbers stored for purposes that not every method has."""
+        """Numbers in memory for purposes that not every method has."""
         common = (*COMMON_PURPOSES, *BYTE_ENTRIES)
         return {purpose: count for purpose, count in self.counts.items() if count and purpose not in common}
 
@@ -66,7 +66,7 @@ class Memory:
 
 
 class Amount(NamedTuple):
-    """How many numbers, and how many bytes they take."""
+    """How many numbers a method stores, and how many bytes they take."""
 
     numbers: int = 0
     bytes: int = 0
@@ -165,7 +165,7 @@ def _measure_layers(model: nn.Module, arguments: tuple[Any, ...], trunk: set[int
 
 
 def forecast_node_memory(outline: Outline, digest_bytes: int, *, keeps_initial_weights: bool) -> Memory:
-    """For each group Ω and its first task in 32 bits; anchors of the important groups, at most of all."""
+    """The memory of Ω for each group and its first task in 32 bits; anchors of the important groups, at most of all."""
     initial_weights = outline.incoming if keeps_initial_weights else ZERO
     digests = digest_bytes * outline.digests * outline.groups
     return Memory.from_counts(

@@ -89,7 +89,7 @@ class _ScoredModel(nn.Module):
         return self.score(batch)
 
     def call_with(self, weights: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
-        """As `forward`, with other values of some parameters."""
+        """The scores of a batch's samples with other values of some parameters."""
         replaced = {f"model.{place}": weight for name, weight in weights.items() for place in self._places[name]}
         result: tuple[Tensor, Tensor] = functional_call(self, replaced, (batch,), tie_weights=False)
         return result

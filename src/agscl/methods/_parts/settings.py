@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["Settings", "find_wrong_type"]
+__all__ = ["NoSettings", "Settings", "find_wrong_type"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,11 @@ class Settings:
 
 
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSettings(Settings):
+    """The settings of a method with nothing to set."""
 
 
 def find_wrong_type(config: Any) -> str | None:

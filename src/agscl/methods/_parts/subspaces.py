@@ -213,7 +213,7 @@ class SubspaceMethod(FrozenPartsMethod):
 
 
 def project(change: Tensor, basis: Tensor) -> Tensor:
-    """The part of `change`, shaped as the weight (rows, columns, …), that is orthogonal to the basis."""
+    """The part of `change`, shaped as the weight (rows, columns, …), that is orthogonal to the basis' subspace."""
     if not basis.shape[2]:
         return change
     rows = change.reshape(len(basis), -1, basis.shape[1]).to(basis.dtype)
@@ -248,7 +248,7 @@ def extract_inputs(layer: nn.Module, layer_input: Tensor, limit: int, generator:
 
 
 def sample_rows(batches: Iterable[Any], count: int, generator: torch.Generator) -> tuple[Any, int]:
-    """A random sample of at most `count` rows of all batches, as one batch, and its number of rows."""
+    """Inputs to find a subspace with: at most `count` random rows of all batches, as one batch, and their number."""
     sample: Any = None
     keys = torch.empty(0)
     for batch in batches:

@@ -139,7 +139,7 @@ class WeightPlan(Plan):
 
     @property
     def importances(self) -> Tensors | None:
-        """The importances in force; None: all are 1."""
+        """The importances of the weights that are in force; None: all are 1."""
         return self.method.knowledge.importances
 
     def tables(self) -> list[Mapping[str, Tensor] | None]:
@@ -206,7 +206,7 @@ def list_protectable(method: Method) -> dict[str, nn.Parameter]:
 
 
 def find_protected(method: Method) -> dict[str, nn.Parameter]:
-    """Those of them that are trained."""
+    """Those of the protectable weights that are trained, by name."""
     return {name: p for name, p in list_protectable(method).items() if p.requires_grad}
 
 
@@ -230,7 +230,7 @@ class WeightMethod(Method):
 
     @property
     def strength(self) -> float:
-        """The factor before Σ importance·(θ − anchor)²."""
+        """The strength of a weight-wise penalty: the factor before Σ importance·(θ − anchor)²."""
         return float(getattr(self.config, self.strength_setting))
 
     def find_protected(self) -> dict[str, nn.Parameter]:
@@ -238,7 +238,7 @@ class WeightMethod(Method):
         return find_protected(self)
 
     def find_trunk_norms(self) -> dict[str, Any]:
-        """The BatchNorms outside the heads, or all where tasks share a head."""
+        """The BatchNorms that weight-wise methods hold: those outside the heads, or all where tasks share a head."""
         return find_batchnorms(self.model) if self.heads.is_shared else find_trunk_batchnorms(self.heads, self.tasks)
 
     def _prepare_task(self, task: str) -> None:
@@ -261,7 +261,7 @@ class WeightMethod(Method):
 
     @torch.no_grad()
     def penalty(self) -> Tensor:
-        """`strength · Σ importance·(θ − anchor)²` for the weights as they are now."""
+        """The weight-wise penalty, `strength · Σ importance·(θ − anchor)²`, for the weights as they are now."""
         return self.strength * self._sum_weighted_distances()
 
     def _sum_weighted_distances(self) -> Tensor:
@@ -383,7 +383,7 @@ class WeightMethod(Method):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """Importances and an anchor for each weight; with batchnorm="per_task" also each task's statistics."""
+        """Of a weight-wise method: importances and anchors; with batchnorm="per_task" also each task's statistics."""
         statistics = outline.statistics.times(tasks) if settings.get("batchnorm") == "per_task" else ZERO
         return Memory.from_counts(
             importances=cls.importances_per_weight * outline.weights.numbers,
@@ -393,7 +393,7 @@ class WeightMethod(Method):
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: the `penalty` at its end; mean and maximum of the importances after it."""
+        """Of a weight-wise method's last task: the `penalty` at its end, mean and maximum of importances after it."""
         return super().statistics()
 
     def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
