@@ -172,7 +172,7 @@ class FrozenEntries:
         return _make_certificate(self._parts, {part.name: part.values.dtype for part in self._parts})
 
     def close(self) -> None:
-        """Let the entries be trained again; they stay as they are."""
+        """Let the frozen entries be trained again; they stay as they are."""
         _live.pop(self._number, None)
         self.closed = True
         for handle in self._handles:
@@ -534,7 +534,7 @@ class FreezeCertificate:
         return ", ".join([*words[:4], *more])
 
     def check(self, tensors: Mapping[str, Tensor], *, prefix: str = "") -> FreezeReport:
-        """Compare with tensors, e.g. of a `state_dict` in which `prefix` stands before the names known here."""
+        """Compare what is frozen with tensors, e.g. of a `state_dict` with `prefix` before the names known here."""
         kept, moved, described = [], {}, []
         for name, entry in self.tensors.items():
             tensor = tensors.get(prefix + name)

@@ -20,7 +20,7 @@ OTHER_PURPOSES = {
 
 
 def make_memory_table(title: str, by_title: Mapping[str, Memory]) -> Table:
-    """Numbers by purpose, with ≤ before upper bounds; numbers are shortened where the table would be too wide."""
+    """The table of memory: numbers by purpose, ≤ before upper bounds; shortened where it would be too wide."""
 
     def format_row(memory: Memory, format_count: Callable[[int], str]) -> dict[str, str]:
         def format_purposes(purposes: Sequence[str]) -> str:

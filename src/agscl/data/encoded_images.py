@@ -365,7 +365,7 @@ def _group(images: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def find_split(name: str, folder: Path, split: str, image: str | None = None) -> EncodedImages | None:
-    """The images of a split in `folder`: SPLIT.parquet, SPLIT-00000-of-00002.parquet ..., or a folder SPLIT."""
+    """The encoded images of a split in `folder`: SPLIT.parquet, SPLIT-00000-of-00002.parquet ..., or a folder SPLIT."""
     single = folder / f"{split}.parquet"
     if single.is_file():
         return ParquetImages(name, (single,), image)

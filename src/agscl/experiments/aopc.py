@@ -36,7 +36,7 @@ RANDOM_ORDERS = 5
 def measure_perturbations(
     folder: Path, preset: str, jobs: Sequence[Job], on_message: Callable[[str], None]
 ) -> dict[str, Any]:
-    """How accuracy falls as nodes are pruned, seed by seed.
+    """What the study aopc measures of finished runs: how accuracy falls as nodes are pruned, seed by seed.
 
     Each seed is stored as soon as it is measured. A seed is not measured again as long as its run's weights stay the
     same.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from agscl import tasks
+from agscl.experiments.bounds import Joint, Separate, all_heads
 from agscl.experiments.method_entries import METHODS
-from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.experiments.run_config import RunConfig
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method

@@ -57,7 +57,7 @@ def add_finished_runs(jobs: Sequence[Job], folder: Path) -> list[Job]:
 
 
 def collect_comparison(jobs: Sequence[Job]) -> dict[str, Any]:
-    """The metrics of all finished runs, method by method: every value, mean and standard deviation."""
+    """The metrics of a comparison's finished runs, method by method: every value, mean and standard deviation."""
     results = {(job.config.method, job.config.seed): read_result(job.folder) for job in jobs if job.is_finished}
     collected: dict[str, Any] = {}
     for name in dict.fromkeys(job.config.method for job in jobs):

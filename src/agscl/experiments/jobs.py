@@ -61,7 +61,7 @@ class Job:
 
     @property
     def progress(self) -> float:
-        """The share of its steps that are done, from its event log."""
+        """The share of the job's steps that are done, from its event log."""
         event = read_last_event(self.folder / "events.jsonl")
         progress = (event or {}).get("progress")
         return progress if isinstance(progress, float) else 0.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agscl.experiments.protocols import Joint, Separate
+from agscl.experiments.bounds import Joint, Separate
 from agscl.methods import find_methods
 from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis

@@ -152,7 +152,7 @@ def add_finished_runs(lines: Sequence[StudyLine], folder: Path) -> list[StudyLin
 
 
 def collect_study(lines: Sequence[StudyLine]) -> list[dict[str, Any]]:
-    """The metrics of the finished runs, line by line; curves have one value per task, the mean over seeds."""
+    """The metrics of a study's finished runs, line by line; curves have one value per task, the mean over seeds."""
     results = [{job.config.seed: read_result(job.folder) for job in line.jobs if job.is_finished} for line in lines]
     reference = next((by_seed for line, by_seed in zip(lines, results, strict=True) if line.method == REFERENCE), {})
     collected = []

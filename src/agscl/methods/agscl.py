@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
 from agscl.methods._agscl import checks
-from agscl.methods._agscl.activations import measure_activations
+from agscl.methods._agscl.activations import find_less_active, measure_activations
 from agscl.methods._agscl.budget import BUDGET_FORMULA, check_budget
 from agscl.methods._agscl.capacity import Capacity, count_nodes, measure_capacity
 from agscl.methods._agscl.group_digests import DIGEST_BYTES, GroupDigests, find_moved_groups
-from agscl.methods._agscl.layer_scaling import ByLayer, find_less_active, scale_penalties
+from agscl.methods._agscl.layer_scaling import ByLayer, scale_penalties
 from agscl.methods._agscl.learning_rates import LayerRates, select_rates
 from agscl.methods._agscl.node_certificate import certify_nodes
 from agscl.methods._agscl.node_pruner import MIN_EPOCHS, NodePruner
@@ -163,7 +163,7 @@ class AGSCLPlan(NodePlan):
     # Loss function (2): the task's own loss; its penalties act through the proximal step below -----------------------
 
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Only without proximal steps: the gradient of μ‖θ‖ and λΩ‖θ − anchor‖ as (2) has them."""
+        """AGS-CL's penalty, only without proximal steps: the gradient of μ‖θ‖ and λΩ‖θ − anchor‖ as (2) has them."""
         config, trained = self.method.config, {id(p) for group in optimizer.param_groups for p in group["params"]}
         for rows, anchors in ((self.free_rows, None), (self.important_rows, self.anchors)):
             if config.prox or not len(rows):
@@ -178,7 +178,7 @@ class AGSCLPlan(NodePlan):
     # Learning with proximal gradient descent (3) to (7) --------------------------------------------------------------
 
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        """After every step (4): weights from a later node into an earlier one are 0 (I.1), if that is the rule."""
+        """After every step of AGS-CL (4): weights from a later node into an earlier one are 0 (I.1), if so ruled."""
         self.zero_masks.apply_()
 
     def proximal_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
@@ -198,7 +198,7 @@ class AGSCLPlan(NodePlan):
         self.pruner.prune_after_epoch()
 
     def end_steps(self) -> None:
-        """The proximal step for the steps since the last one, when the task ends, and what is left to prune."""
+        """AGS-CL's end of a task: the proximal step for the steps since the last one, and what is left to prune."""
         self.build()  # the loop may have replaced parameters, e.g. by load_state_dict(…, assign=True)
         if (share := self.schedule.end_task()) is not None:
             self._run_proximal_step(share)

@@ -19,7 +19,7 @@ from agscl.runs.json_files import read_checked_json
 
 @dataclass
 class NodeLayerData:
-    """The groups of one layer; a group of several layers is counted in the first of them."""
+    """The groups of one layer in the history of nodes; one of several layers is counted in the first of them."""
 
     name: str
     groups: Array

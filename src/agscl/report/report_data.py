@@ -73,7 +73,7 @@ class RunData:
 
 @dataclass
 class Line:
-    """One method with one setting, over its seeds: a line in charts and tables."""
+    """One method with one setting, over its seeds, in a report: a line of its charts and tables."""
 
     label: str
     method: str

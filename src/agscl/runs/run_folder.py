@@ -100,7 +100,7 @@ class Run:
             write_atomically(path, encode_json_with_checksum(config))
 
     def check_config(self, config: dict[str, Any]) -> None:
-        """Raise `DifferentConfig` if training with another configuration is stored here."""
+        """Raise `DifferentConfig` if training with another configuration is stored in the run's folder."""
         stored = self.read_config() if self.is_started else None
         if stored is None:
             return
@@ -162,7 +162,7 @@ class Run:
         return state
 
     def check_checkpoint_config(self, state: dict[str, Any], config: dict[str, Any]) -> None:
-        """Raise `DifferentConfig` if the checkpoint `state` is of a run with another configuration."""
+        """Raise `DifferentConfig` if the checkpoint `state` in the run's folder is of another configuration."""
         stored = json.loads(state.get("config") or "null")
         if changed := sorted(describe_differences(stored, json.loads(encode_json(config)), "" if stored else "config")):
             raise DifferentConfig(

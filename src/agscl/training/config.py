@@ -11,7 +11,7 @@ from agscl.methods._parts.settings import find_wrong_type
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How each task is trained."""
+    """The settings of training: how each task is trained."""
 
     epochs: int = 100
     """Epochs per task; training never stops early."""

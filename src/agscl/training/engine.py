@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CompileFailed(RuntimeError):
-    """The network could not be compiled on this machine, as the engine asked for needs it."""
+    """An engine could not compile the network on this machine."""
 
 
 class Engine(ABC):
@@ -52,7 +52,7 @@ class Engine(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait for all work that was launched, and bring the trainer's losses and counters up to date."""
+        """Wait for all work that the engine launched, and bring the trainer's losses and counters up to date."""
 
     def end_task(self) -> None:
         """`sync`, then free what was allocated for the task."""

@@ -417,7 +417,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved `state`; this trainer, its model and its method must be newly made."""
+        """Continue with the task of a saved `state`; this trainer, its model and its method must be newly made."""
         tasks_begun = state["task"] + (state["optimizer"] is not None)
         for task in self.tasks[:tasks_begun]:
             self.model.add_head(task.name, task.classes)

@@ -29,7 +29,7 @@ class NodeViewMethod(TrunkBufferMethod, TaskViewMethod, NodeMethod):
 
     @property
     def zero_rule(self) -> ZeroRule:
-        """What the setting `zero_init` meant for this model when the method was made; kept with its state."""
+        """Which nodes views hide: what the setting `zero_init` meant for this model when the method was made."""
         knowledge: Any = self.knowledge
         return knowledge.zero_rule or self._choose_zero_rule()
 
@@ -100,7 +100,7 @@ class LaterInputs:
             yield reader.module, "weight", reader.weight
 
     def mask_later(self, first_task: Tensor, number: int) -> Iterator[WeightPlace]:
-        """Those weights with 0 where a node is read that became important after task `number`."""
+        """These weights as a view shows them: 0 where a node is read that became important after task `number`."""
         first = F.pad(first_task, (0, 1), value=-1)  # the last: no node
         if not self.sources or self.sources[0].device != first.device:
             self.sources = [reader.source_groups().to(first.device) for reader in self.readers]
@@ -108,7 +108,7 @@ class LaterInputs:
             yield module, key, weight.masked_fill((first[sources] > number).to(weight.device), 0.0)
 
     def find_replaced(self) -> list[str]:
-        """Layers with such weights that are no longer part of the model."""
+        """Layers with these weights that are no longer part of the model, so that no view can show them."""
         if all(_find_module(self.model, reader.name) is reader.module for reader in self.readers):
             return []
         modules = set(self.model.modules())  # a layer may have been moved

@@ -112,7 +112,7 @@ class Plan(OptimizerHeads):
         self._since_copy = SinceCopy(self.steps, self._count_writes())
 
     def find_lost_copy(self, *, epochs: int) -> bool:
-        """Whether this is a copy whose optimizers do not step though training goes on; `epochs` have ended now."""
+        """Whether the plan is a copy whose optimizers do not step though training goes on; `epochs` have ended now."""
         since = self._since_copy
         if since is None or self.steps > since.steps:
             self._since_copy = None

@@ -220,7 +220,7 @@ def _rebatch(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
 
 
 def count_samples(leaves: list[Any]) -> int:
-    """The number of samples in a batch, given its flattened `leaves`: the length of the first tensor."""
+    """How many samples' gradients a batch has, given its flattened `leaves`: the length of the first tensor."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)

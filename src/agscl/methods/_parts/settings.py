@@ -52,7 +52,7 @@ class NoSettings(Settings):
 
 
 def find_wrong_type(config: Any) -> str | None:
-    """A sentence about the first field of a dataclass whose value is not of its type; None where all are."""
+    """A sentence about the first setting in a dataclass whose value is not of its type; None where all are."""
     hints = typing.get_type_hints(type(config))
     for setting in fields(config):
         value, allowed = getattr(config, setting.name), _list_allowed(hints[setting.name])

@@ -42,7 +42,7 @@ MAX_INPUTS = 4096  # most inputs of one layer in a decomposition; a convolution 
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceConfig(Settings):
-    """Settings of every such method; the defaults are those of the papers for CIFAR-100."""
+    """Settings of the methods with subspaces; the defaults are those of the papers for CIFAR-100."""
 
     threshold: float = 0.97
     """ε: share of the inputs' energy that a layer's basis must hold after the first task; more forgets less."""
@@ -65,7 +65,7 @@ class SubspaceConfig(Settings):
 
 @dataclass
 class SubspaceKnowledge(Knowledge):
-    """What such a method keeps from task to task."""
+    """What a method with subspaces keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {"bases": "bases"}
     bases: dict[str, Tensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class SubspaceKnowledge(Knowledge):
 
 
 class SubspacePlan(FrozenPartsPlan):
-    """One task: gradients and steps are projected away from the directions of old inputs."""
+    """One task: gradients and steps are projected away from the subspaces of old inputs."""
 
     method: SubspaceMethod
     saved: ClassVar[tuple[str, ...]] = ("anchors",)
@@ -198,7 +198,7 @@ class SubspaceMethod(FrozenPartsMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """For each layer at most as many directions as it has columns, or as inputs were drawn over all tasks."""
+        """Of each layer's subspace: at most as many directions as columns, or as inputs drawn over all tasks."""
         samples = settings.get("samples", SubspaceConfig.samples)
         numbers = size = 0
         for layer in outline.layers:
@@ -208,7 +208,7 @@ class SubspaceMethod(FrozenPartsMethod):
         return Memory.from_counts(["bases", "bytes"], bases=numbers, bytes=size)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: `directions` held per weight, `used_capacity`, their share of all, and the threshold."""
+        """Of the subspaces after the last task: `directions` per weight, `used_capacity`, their share, threshold."""
         return super().statistics()
 
 

@@ -17,7 +17,7 @@ __all__ = ["Joint", "Separate", "all_heads"]
 
 
 class Joint(Trainer):
-    """Trains one network on the data of all tasks so far together, keeping all data.
+    """The bound joint: trains one network on the data of all tasks so far together, keeping all data.
 
     Each task continues with the network of the one before. An epoch goes once through all data so far, so the last of n
     tasks takes about n times the steps of the first.
@@ -34,7 +34,7 @@ class Joint(Trainer):
         return sum(len(task.train_y) for task in self.tasks[: self.task_index + 1])
 
     def training_loss(self, rows: Tensor) -> Tensor:
-        """The mean loss of these rows of the pooled data, each read by the head of its task."""
+        """Joint's mean loss of these rows of the pooled data, each read by the head of its task."""
         task_indices, task_rows = (column[rows] for column in self._pool())
         masks = {index: task_indices == index for index in task_indices.unique().tolist()}
         batches = {index: self.task_at(index).make_batch(task_rows[mask]) for index, mask in masks.items()}
@@ -53,7 +53,7 @@ class Joint(Trainer):
         return total / len(rows)
 
     def validation_loss(self) -> Tensor:
-        """The mean loss over the validation splits of all tasks so far."""
+        """Joint's mean loss over the validation splits of all tasks so far."""
         tasks = [self.task_at(index) for index in range(self.task_index + 1)]
         sizes = [0 if task.valid_y is None else len(task.valid_y) for task in tasks]
         losses = torch.stack([self.validation_loss_of(task) for task in tasks])
@@ -70,7 +70,7 @@ class Joint(Trainer):
 
 
 class Separate(MultiHead):
-    """A new network for each task: nothing is forgotten, and nothing is shared.
+    """The bound separate: a new network for each task; nothing is forgotten, and nothing is shared.
 
     Each network is a head of a model without a trunk, so that no other task changes it.
     """

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import FineTune, MultiHead, cpr_loss, tasks
+from agscl.experiments.bounds import Joint, Separate, all_heads
 from agscl.experiments.build import build_trainer
 from agscl.experiments.method_entries import METHODS
-from agscl.experiments.protocols import Joint, Separate, all_heads
 from agscl.experiments.run_config import configure
 from agscl.methods._parts.lifecycle import Method
 from agscl.runs import hash_state
