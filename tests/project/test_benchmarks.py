@@ -87,7 +87,9 @@ def test_each_piece_of_the_fast_path_is_timed_with_and_without(monkeypatch, tmp_
         caches.append(cache)
         if name == "no channels last":
             return {"failed": "out of memory"}
-        return {"process_seconds": 1.0 + len(caches), **fast_pieces.run_once(name, device, epochs, tiny)}
+        figures = fast_pieces.run_once(name, device, epochs, tiny)
+        assert figures.pop("first_epoch_at") > 0
+        return {"process_seconds": 1.0 + len(caches), "start_seconds": 0.5, **figures}
 
     monkeypatch.setattr(fast_pieces, "run_process", run_here)
     out = tmp_path / "pieces.json"
@@ -100,6 +102,7 @@ def test_each_piece_of_the_fast_path_is_timed_with_and_without(monkeypatch, tmp_
     assert len(set(caches)) == 4, "each variant has a cache of its own"
     whole, uncaptured, plain, failed = found["variants"].values()
     assert whole["times_as_long"]["median"] == 1
+    assert plain["start_seconds"]["median"] == 0.5
     assert len(plain["runs"]) == 2
     assert uncaptured["variant"]["pieces"] == {"cuda_graphs": False}
     assert failed["failed"] == ["out of memory"] * 2

@@ -16,10 +16,14 @@ from agscl.heads import MultiHead
 from agscl.methods.agscl import AGSCL
 from agscl.methods.finetune import FineTune
 from agscl.networks.atari import AtariTrunk
-from agscl.reinforcement.atari import AtariEnvironments
 from agscl.reinforcement.sequences import ATARI_ACTIONS, load_environments
 from agscl.reinforcement.trainer import ReinforcementTrainer
 from small_agents import QUICK, learn_task
+
+
+def make_games(game, count, seed, *, training, limit=None):
+    [task] = load_environments("atari", games=game)
+    return task.make(count, seed, training=training, limit=limit)
 
 
 def play_randomly(environments, actions, steps, seed=0):
@@ -49,7 +53,7 @@ def test_the_emulator_is_set_as_the_paper_has_it(monkeypatch):
     monkeypatch.setattr(
         ale_py.vector_env.ale_py, "ALEVectorInterface", lambda **options: given.update(options) or made(**options)
     )
-    AtariEnvironments("boxing", 1, 0, training=True).close()
+    make_games("boxing", 1, 0, training=True).close()
     expected = {
         "repeat_action_probability": 0.0,
         "noop_max": 30,
@@ -77,7 +81,7 @@ def test_observations_are_read_as_numbers_from_0_to_1_and_rewards_by_their_sign(
 
 
 def test_a_lost_life_ends_an_episode_for_the_agent_and_the_score_is_of_the_whole_game():
-    environments = AtariEnvironments("demon_attack", 2, 3, training=True)
+    environments = make_games("demon_attack", 2, 3, training=True)
     total, ends, whole = np.zeros(2), np.zeros(2, int), []
     for transition in play_randomly(environments, 6, 900):
         total += transition.rewards
@@ -93,7 +97,7 @@ def test_a_lost_life_ends_an_episode_for_the_agent_and_the_score_is_of_the_whole
 
 
 def test_in_an_evaluation_a_lost_life_ends_nothing():
-    environments = AtariEnvironments("demon_attack", 2, 3, training=False)
+    environments = make_games("demon_attack", 2, 3, training=False)
     transitions = play_randomly(environments, 6, 900)
     environments.close()
     assert sum(t.ended.sum() for t in transitions) == sum(len(t.scores) for t in transitions) > 0
@@ -101,7 +105,7 @@ def test_in_an_evaluation_a_lost_life_ends_nothing():
 
 def test_every_step_is_a_transition_of_a_game_none_is_made_by_a_reset():
     """Of a reset that took a step of its own, the frame counter would start at, not after, the first frames."""
-    environments = AtariEnvironments("demon_attack", 2, 3, training=True)
+    environments = make_games("demon_attack", 2, 3, training=True)
     environments.reset()
     draw, games = np.random.default_rng(0), 0
     frames, first = environments._frames.copy(), environments._frames.copy()
@@ -120,7 +124,7 @@ def test_every_step_is_a_transition_of_a_game_none_is_made_by_a_reset():
 
 
 def test_a_limit_cuts_games_off():
-    environments = AtariEnvironments("boxing", 2, 0, training=False, limit=20)
+    environments = make_games("boxing", 2, 0, training=False, limit=20)
     transitions = play_randomly(environments, 18, 20)
     assert transitions[-1].cut_off.all()
     assert not transitions[-1].ended.any()
@@ -131,7 +135,7 @@ def test_a_limit_cuts_games_off():
 
 def test_the_same_seed_plays_the_same_games():
     def observe(seed):
-        environments = AtariEnvironments("boxing", 2, seed, training=True)
+        environments = make_games("boxing", 2, seed, training=True)
         last = play_randomly(environments, 18, 30)[-1].observations.copy()
         environments.close()
         return last
@@ -188,11 +192,29 @@ def test_the_old_policy_keeps_its_bits_while_the_next_game_is_learned():
 
 
 def test_a_process_that_ends_in_the_middle_of_games_says_nothing_of_them():
-    make = "from agscl.reinforcement.atari import AtariEnvironments as A; a = A('pong', 2, 0, training=True)"
+    load = "from agscl.reinforcement.sequences import load_environments"
+    make = f"{load}; a = load_environments('atari', games='pong')[0].make(2, 0, training=True)"
     keep = "import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(a))"  # as a stopped trainer's frames do
     ended = subprocess.run([sys.executable, "-c", f"{make}; a.reset(); {keep}"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "")
     assert "leaked" not in ended.stderr
+
+
+def test_games_of_an_evaluation_are_the_same_whether_others_were_stopped_or_are_not_there():
+    def play(count, stopped=()):
+        games, draw = make_games("demon_attack", count, 3, training=False), np.random.default_rng(0)
+        last = games.reset()
+        for step in range(30):
+            if step == 10:
+                for index in stopped:
+                    games.stop(index)
+            last = games.step(draw.integers(0, 6, 4)[:count]).observations
+        games.close()
+        return last
+
+    assert np.array_equal(play(4)[:1], play(1))
+    assert np.array_equal(play(4)[[0, 2]], play(4, stopped=(3, 1))[[0, 2]])
+    assert not np.array_equal(play(4)[3], play(4, stopped=(3, 1))[3])
 
 
 def test_unknown_games_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from agscl.methods.agscl import AGSCL
 from agscl.methods.ewc import EWC
 from agscl.methods.finetune import FineTune
 from agscl.methods.si import SI
+from agscl.reinforcement.environments import GymEnvironments
 from agscl.reinforcement.sequences import load_environments
 from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.training import TrainingFailed
@@ -80,6 +82,22 @@ def test_an_evaluation_plays_one_complete_episode_in_each_environment():
         head.bias.copy_(torch.tensor([1.0, 0.0]))  # always the first action, which is right on even steps
     # Environment i starts with step i of 5: of its steps, 3, 2, 2, 1 and 1 are even.
     assert trainer.evaluate({0: 0}) == pytest.approx([(3 + 2 + 2 + 1 + 1) / 5])
+
+
+def test_an_environment_whose_episode_is_over_is_not_stepped_any_more(monkeypatch):
+    trainer = make_control(FineTune)
+    learn_task(trainer)
+    step, stepped = GymEnvironments._step_one, Counter()
+
+    def count(self, index, action):
+        outcome = step(self, index, action)
+        stepped[index] += 1
+        return outcome
+
+    monkeypatch.setattr(GymEnvironments, "_step_one", count)
+    score = trainer.evaluate({0: 5})[0]  # CartPole: a point for each step
+    assert sum(stepped.values()) == score * trainer.config.evaluation_episodes
+    assert len(set(stepped.values())) > 1
 
 
 def test_tasks_evaluated_side_by_side_have_the_scores_they_have_alone():

@@ -10,12 +10,13 @@ from __future__ import annotations
 import weakref
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
+from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, SeparateEnvironments, Transition
 
 FRAMES_PER_STEP = 4
 SCREEN = (210, 160)
@@ -31,7 +32,9 @@ class AtariTask(EnvironmentTask):
     def make(
         self, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
     ) -> Environments:
-        return AtariEnvironments(self.name, count, seed, training=training, limit=limit, render=render)
+        seeds = np.random.SeedSequence(seed).generate_state(count).astype(np.int64) % 2**31
+        make_games = partial(AtariEnvironments, self.name, training=training, limit=limit, render=render)
+        return make_games(seeds) if training else SeparateEnvironments([make_games(own) for own in seeds[:, None]])
 
     def learned_rewards(self, rewards: Array) -> Array:
         return np.sign(rewards)
@@ -45,21 +48,22 @@ class AtariTask(EnvironmentTask):
 
 
 class AtariEnvironments(Environments):
-    """Games of ALE, played by its own threads. They cannot be restored: a resumed run starts new ones."""
+    """Games of ALE, one for each seed, played by its own threads. They cannot be restored: a resumed run starts new
+    ones."""
 
     def __init__(
-        self, game: str, count: int, seed: int, *, training: bool, limit: int | None = None, render: bool = False
+        self, game: str, seeds: Array, *, training: bool, limit: int | None = None, render: bool = False
     ) -> None:
         from ale_py.vector_env import AtariVectorEnv
 
-        self.count, self.seed = count, seed
+        self.count, self.seeds = len(seeds), seeds
         options: dict[str, Any] = {
             "autoreset_mode": "SameStep",
             "life_loss_info": training,
             "reward_clipping": False,
             "max_num_frames_per_episode": MAX_FRAMES if limit is None else min(MAX_FRAMES, FRAMES_PER_STEP * limit),
         }
-        self._games: Any = AtariVectorEnv(game, count, **options)
+        self._games: Any = AtariVectorEnv(game, self.count, **options)
         # ALE shows either what the agent sees or a picture in colour: the same game is played once more for the latter.
         self._screen: Any = None
         if render:
@@ -71,16 +75,15 @@ class AtariEnvironments(Environments):
             if games is not None:  # at exit ALE complains of what was not freed, after Ctrl-C say
                 weakref.finalize(self, vars(games).pop, "ale", None)
         self._picture = np.zeros((*SCREEN, 3), np.uint8)
-        self.returns = np.zeros(count)
-        self._frames = np.zeros(count, np.int64)  # of each game, at its last step
+        self.returns = np.zeros(self.count)
+        self._frames = np.zeros(self.count, np.int64)  # of each game, at its last step
 
     def reset(self) -> Array:
         self.returns[:] = 0
-        seeds = np.random.SeedSequence(self.seed).generate_state(self.count).astype(np.int64) % 2**31
-        observations, info = self._games.reset(seed=seeds)
+        observations, info = self._games.reset(seed=self.seeds)
         self._frames = np.array(info["episode_frame_number"])
         if self._screen is not None:
-            self._picture = self._screen.reset(seed=seeds[:1])[0].reshape(*SCREEN, 3).copy()
+            self._picture = self._screen.reset(seed=self.seeds[:1])[0].reshape(*SCREEN, 3).copy()
         return np.asarray(observations)
 
     def send(self, actions: Array) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -46,6 +46,8 @@ class Environments(ABC):
     """Several environments of a task, stepped together. `send` may return before the step is done."""
 
     count: int
+    stopped: frozenset[int] = frozenset()
+    """Those that need not be stepped."""
     steps_per_second: float = 15.0
     """How fast a person would watch it."""
 
@@ -65,6 +67,10 @@ class Environments(ABC):
         self.send(actions)
         return self.receive()
 
+    def stop(self, index: int) -> None:
+        """Say that nobody looks at this environment any more, so that it need not be stepped."""
+        self.stopped |= {index}
+
     def render(self) -> Array:
         """(height, width, 3) bytes: the picture of the first environment, if these were made with `render`."""
         raise NotImplementedError
@@ -80,6 +86,47 @@ class Environments(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what the environments hold."""
+
+
+class SeparateEnvironments(Environments):
+    """Environments of which each is stepped by itself, so that any can be stopped; each of `parts` has one."""
+
+    def __init__(self, parts: Sequence[Environments]) -> None:
+        self.parts, self.count, self.steps_per_second = parts, len(parts), parts[0].steps_per_second
+
+    def reset(self) -> Array:
+        self._observations = np.concatenate([part.reset() for part in self.parts])
+        return self._observations
+
+    def send(self, actions: Array) -> None:
+        for index in self._playing:
+            self.parts[index].send(actions[index : index + 1])
+
+    @property
+    def _playing(self) -> list[int]:
+        return [index for index in range(self.count) if index not in self.stopped]
+
+    def receive(self) -> Transition:
+        observations, final = self._observations.copy(), None
+        rewards, ended, cut_off = np.zeros(self.count, np.float32), *np.zeros((2, self.count), bool)
+        scores: list[tuple[int, float]] = []
+        for index in self._playing:
+            one = self.parts[index].receive()
+            observations[index], rewards[index] = one.observations[0], one.rewards[0]
+            ended[index], cut_off[index] = one.ended[0], one.cut_off[0]
+            scores += [(index, score) for _, score in one.scores]
+            if one.final_observations is not None:
+                final = np.zeros_like(observations) if final is None else final
+                final[index] = one.final_observations[0]
+        self._observations = observations
+        return Transition(observations, rewards, ended, cut_off, final, tuple(scores))
+
+    def render(self) -> Array:
+        return self.parts[0].render()
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
 
 
 @dataclass(frozen=True)
@@ -183,11 +230,13 @@ class GymEnvironments(Environments):
     def receive(self) -> Transition:
         assert self._sent is not None, "send actions first"
         actions, self._sent = self._sent.tolist(), None
-        observations = np.empty((self.count, *self.task.input_shape), np.float32)
+        observations = np.zeros((self.count, *self.task.input_shape), np.float32)
         rewards = np.zeros(self.count, np.float32)
         ended, cut_off = np.zeros((2, self.count), bool)
         final, scores = None, []
         for index, action in enumerate(actions):
+            if index in self.stopped:
+                continue
             observations[index], rewards[index], ended[index], cut_off[index] = self._step_one(index, action)
             if ended[index] or cut_off[index]:
                 scores.append((index, self.returns[index]))

@@ -23,6 +23,7 @@ from agscl.methods._parts.lifecycle import Method
 from agscl.reinforcement.config import PPOConfig
 from agscl.reinforcement.dormant_nodes import measure_layers
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
+from agscl.system.host_copies import copy_to_host
 from agscl.training.engine import StepCompiler, WorkRunner
 from agscl.training.seeds import derive_seed
 
@@ -216,7 +217,7 @@ class PPO:
         """Draw the lane's next actions, send them to its environments, and record what they were drawn from."""
         lane.inputs.copy_(torch.from_numpy(lane.observations))
         self.runner.run(("act", lane.columns.start), lambda: self._choose(lane))
-        lane.environments.send(lane.actions.cpu().numpy())
+        lane.environments.send(copy_to_host(lane.actions).numpy())
         lane.is_sent = True
         samples = self.samples
         samples.observations[step, lane.columns] = lane.inputs
@@ -320,7 +321,7 @@ class PPO:
 
     def read_figures(self) -> dict[str, float]:
         """The figures of the last update; waits for it."""
-        return dict(zip(FIGURES, self.figures.tolist(), strict=True))
+        return dict(zip(FIGURES, copy_to_host(self.figures).tolist(), strict=True))
 
     # What was learned
 

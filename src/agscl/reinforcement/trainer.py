@@ -29,6 +29,7 @@ from agscl.reinforcement.environments import Array, Environments, EnvironmentTas
 from agscl.reinforcement.importance import make_importance_forward
 from agscl.reinforcement.ppo import PPO, Lane, add_actor_critic
 from agscl.reinforcement.recording import Recording, record_episode
+from agscl.system.host_copies import copy_to_host
 from agscl.system.tf32 import tf32_for
 from agscl.training import TrainingFailed
 from agscl.training.engine import StepCompiler, WorkRunner, make_runner, make_step_compiler
@@ -435,7 +436,9 @@ class GreedyGame:
     def advance(self) -> None:
         transition = self.environments.receive()
         for environment, score in transition.scores:
-            self.scores.setdefault(environment, score)  # further episodes of the same environment do not count
+            if environment not in self.scores:  # further episodes of the same environment do not count
+                self.scores[environment] = score
+                self.environments.stop(environment)
         if not self.is_over:
             self.inputs.copy_(torch.from_numpy(transition.observations))
             self._send_actions()
@@ -444,7 +447,7 @@ class GreedyGame:
     def _send_actions(self) -> None:
         with self.runner.on_stream():
             self.runner.run(("act", self.task.name), self._choose_actions)
-            self.environments.send(self.actions.cpu().numpy())
+            self.environments.send(copy_to_host(self.actions).numpy())
 
     def _choose_actions(self) -> None:
         self.actions.copy_(self.trainer._most_probable(self.task, self.inputs))
