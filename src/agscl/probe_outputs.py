@@ -30,7 +30,7 @@ class ProbeOutputs:
 
     @staticmethod
     def describe_environment(tensor: Tensor, model: nn.Module | None = None) -> dict[str, str | int]:
-        """All that the bits of a forward pass of `model` on `tensor` depend on, beside the weights."""
+        """What the bits of outputs depend on beside the weights, where `model` runs on the probe `tensor`."""
         device = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else tensor.device.type
         environment: dict[str, str | int] = {
             "device": device,

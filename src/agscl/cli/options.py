@@ -179,7 +179,7 @@ def check_at_least_one(option: str, value: int | None) -> None:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise `UsageError` where a logger's package is missing."""
+    """Raise `UsageError` where the package of a logger, named by the option --log, is missing."""
     titles = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "W&B"}
     for name in names:
         if not importlib.util.find_spec(name):
@@ -192,7 +192,7 @@ def check_checkpoint_every(seconds: float) -> None:
 
 
 def parse_setting(kind: Any, name: str, text: str) -> Any:
-    """The value of a setting of type `kind`, as a person wrote it."""
+    """The value of a setting of type `kind`, as a person wrote it after the option --set."""
     for one in _split_union(kind):
         if typing.get_origin(one) is Literal:
             for value in typing.get_args(one):

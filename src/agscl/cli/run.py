@@ -203,7 +203,7 @@ def _run_here(
 
 
 def fill_in_bare_resume(arguments: list[str]) -> list[str]:
-    """The command's arguments, with a name after a `--resume` that has none."""
+    """The command's arguments, with a name after a `--resume` of `agscl run` that has none."""
     for index, argument in enumerate(arguments):
         is_bare = index + 1 == len(arguments) or arguments[index + 1].startswith("-")
         if argument == "--resume" and is_bare:

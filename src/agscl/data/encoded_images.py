@@ -83,7 +83,7 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def read_value_names(self, column: str) -> list[str]:
-        """The names behind the integers of a column; empty where the files do not say."""
+        """The names behind the integers of a column of encoded images; empty where the files do not say."""
 
     @abstractmethod
     def describe_row(self, row: int) -> str:
@@ -151,7 +151,7 @@ class ParquetImages(EncodedImages):
         return self.choose_column(self._requested_image_column, IMAGE_COLUMNS, "images", "image")
 
     def choose_column(self, requested: str | None, usual: tuple[str, ...], content: str, option: str) -> str:
-        """The requested column, or the first of the usual ones; `content` and `option` are for the error message."""
+        """The requested column of Parquet files, or the first usual one; `content` and `option` are for the error."""
         candidates = [requested] if requested else usual
         chosen = next((column for column in candidates if column in self.columns), None)
         if chosen is None:

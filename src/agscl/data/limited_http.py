@@ -54,7 +54,7 @@ REQUEST_ERRORS = (OSError, http.client.HTTPException, ValueError, RecursionError
 
 
 class TooLarge(ValueError):
-    """A server sends, or announces, more than expected."""
+    """A server sends, or announces, more than the limit."""
 
 
 def download_file(
@@ -158,7 +158,7 @@ def _transfer(file: RemoteFile, part: Path, headers: Mapping[str, str], advance:
 
 
 def fetch_json(url: str, headers: Mapping[str, str]) -> Any:
-    """The JSON at `url`, at most `MAX_ANSWER` bytes of it. Raises one of `REQUEST_ERRORS`."""
+    """The JSON at `url`, limited to `MAX_ANSWER` bytes. Raises one of `REQUEST_ERRORS`."""
     meter = _Meter()
     with _open_url(url, {"Accept": "application/json"}, headers, meter) as response:
         meter.start_body(MAX_ANSWER, MAX_ANSWER_SECONDS)
@@ -369,7 +369,7 @@ def _retry_delay(error: BaseException, failures: int) -> float:
 
 
 def describe_error(error: BaseException) -> str:
-    """Why a request failed, in one line that is safe to print."""
+    """Why an HTTP request failed, in one line that is safe to print."""
     if isinstance(error, urllib.error.HTTPError):
         if 300 <= error.code < 400:
             return f"the server answers {error.code}, and redirects in a circle or to no address"

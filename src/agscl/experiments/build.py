@@ -34,7 +34,7 @@ HOLD_OUT = 0.1
 
 
 def load_tasks(config: RunConfig) -> AnySequence:
-    """The task sequence of a run: of data, or of environments."""
+    """Build the task sequence of a run: of data, or of environments."""
     if not isinstance(config.training, PPOConfig):
         return load_supervised(config)
     try:
@@ -44,7 +44,7 @@ def load_tasks(config: RunConfig) -> AnySequence:
 
 
 def load_supervised(config: RunConfig) -> TaskSequence:
-    """A task sequence of data, with a validation split where training needs one."""
+    """Build a run's task sequence of data, with a validation split where training needs one."""
     assert isinstance(config.training, TrainingConfig)
     try:
         sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)

@@ -108,7 +108,7 @@ class _TrialRuns:
         return values
 
     def stop_if_poor(self) -> None:
-        """Stop the trial's runs if its last value is below the median of the finished trials after the same task.
+        """Stop the runs of Optuna's trial if its last value is below the median of finished trials after the same task.
 
         Optuna's own MedianPruner compares the best value so far. An average over tasks is highest after the first one
         and falls with forgetting, so it would stop none.
@@ -125,7 +125,7 @@ class _TrialRuns:
                 job.request_stop()
 
     def describe(self) -> Trial:
-        """The trial's scores, or after how many tasks it was stopped; raises where a run failed."""
+        """The scores of Optuna's trial, or after how many tasks it was stopped; raises where a run failed."""
         stopped_after = self._trial.user_attrs.get(STOPPED_AFTER)
         if stopped_after is not None and not all(job.is_finished for job in self.jobs):
             return Trial(self.settings, None, [None] * len(self.jobs), stopped_after)

@@ -26,7 +26,7 @@ MAX_EXTENSIONS = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of settings and its score."""
+    """One choice of settings that a search tried, and its score."""
 
     settings: dict[str, Any]
     valid_accuracy: float | None
@@ -126,7 +126,7 @@ class SearchSpace:
         return cls(preset, method, folder, seed, seeds, axes, start, changes)
 
     def make_jobs(self, settings: Mapping[str, Any]) -> list[Job]:
-        """The runs of these settings, one for each seed."""
+        """The search's runs of these settings, one for each seed."""
         return [
             _make_job(self.preset, self.method, settings, self.folder, self.seed + i, self.changes, i > 0)
             for i in range(self.seeds)
@@ -164,7 +164,7 @@ def load_trials(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> 
 
 
 def score_job(job: Job) -> float | None:
-    """The average validation accuracy of a job after its last task; None if it diverged."""
+    """The score of a search's job: the average validation accuracy after its last task; None if it diverged."""
     if job.has_diverged:
         return None
     if not job.is_finished:  # e.g. out of memory, which says nothing about the settings

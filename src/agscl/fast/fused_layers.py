@@ -52,7 +52,7 @@ BIAS_CHUNKS = IMAGE_CHUNKS
 
 
 class Link(NamedTuple):
-    """A layer and what follows it, computed together: ReLU, max pooling, dropout."""
+    """A layer and what follows it, fused: ReLU, max pooling, dropout."""
 
     layer: nn.Conv2d | nn.Linear
     following: tuple[nn.Module, ...]
@@ -60,13 +60,13 @@ class Link(NamedTuple):
 
     @property
     def pool_size(self) -> int:
-        """The side of the blocks that are pooled in the link; 1 without pooling."""
+        """The side of the blocks that the fused link pools; 1 without pooling."""
         sizes: list[Any] = [layer.kernel_size for layer in self.following if isinstance(layer, nn.MaxPool2d)]
         return sizes[0] if sizes else 1
 
     @property
     def dropout(self) -> float:
-        """The probability with which the link drops an element now."""
+        """The probability with which the fused link drops an element now."""
         return next((layer.p for layer in self.following if isinstance(layer, nn.Dropout) and layer.training), 0.0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _round_to_bf16(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compile_chain(chain: nn.Sequential, x: Tensor, own_convolutions: bool = True) -> None:
-    """Compile all kernels of a pass on `x` in parallel; during the pass they would be compiled one after the other."""
+    """Compile all kernels of fused layers for a pass on `x` in parallel; the pass would compile one after the other."""
     from agscl.fast import triton_kernels
 
     if not triton_kernels.COMPILES_IN_PARALLEL:
@@ -256,7 +256,7 @@ def _compile_link(link: Link, x: Tensor, own_convolutions: bool) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """A product in bfloat16 with a float32 weight, which is also given rounded to bfloat16."""
+    """A linear layer to be fused: a product in bfloat16 with a float32 weight, also given rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_bf16: Tensor) -> Tensor:
@@ -293,14 +293,14 @@ class LinkFunction(torch.autograd.Function):
 
 
 def stores_argmax(pool_size: int, dropout: float) -> bool:
-    """Whether `link_forward` stores where each output came from; else the output itself tells where ReLU was 0."""
+    """Whether a fused link stores where each output came from; else the output itself tells where ReLU was 0."""
     return pool_size > 1 or dropout > 0
 
 
 def link_forward(
     y: Tensor, bias: Tensor, pool_size: int, dropout: float, seeds: Tensor, seed_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Max pooling over blocks, bias, ReLU and dropout, drawn from `seeds[seed_index]`.
+    """What is fused behind a layer: max pooling over blocks, bias, ReLU and dropout, drawn from `seeds[seed_index]`.
 
     `y` is (examples, channels, height, width) or (examples, channels). Returns the output and, if `stores_argmax`, a
     byte for each of its elements: the place of its maximum in the block, or `pool_size²` where ReLU or dropout made it
@@ -330,7 +330,7 @@ def link_forward(
 
 
 def link_backward(grad: Tensor, z: Tensor, argmax: Tensor, pool_size: int, dropout: float) -> tuple[Tensor, Tensor]:
-    """The gradient of `y`, and (chunks, channels) partial sums of that of the bias.
+    """The gradient of a fused link's `y`, and (chunks, channels) partial sums of that of the bias.
 
     `z` and `argmax` are what `link_forward` returned; if it `stores_argmax`, only the shape of `z` is used.
     """

@@ -42,7 +42,7 @@ FILES = ("config.json", "model.safetensors", "method.safetensors", "certificate.
 
 
 def save_pretrained(method: Method, folder: str | Path) -> None:
-    """Write a method and its model, between two tasks, to a folder."""
+    """Write a method and its model, between two tasks, to a folder, with the files of a repository on the hub."""
     check_method(method, "save_pretrained")
     if not isinstance(method.model, MultiHead):
         kind = type(method.model).__name__
@@ -85,7 +85,7 @@ def from_pretrained(
     revision: str | None = None,
     token: str | None = None,
 ) -> Method:
-    """Load weights into `model` and return its method, ready for the next task.
+    """Load weights from the hub, or from a folder, into `model` and return its method, ready for the next task.
 
     `source` is a folder or the name of a repository; `model` a `MultiHead` with a trunk like the saved one, whose
     missing heads are added. `example_input` is needed by methods that know the nodes, as when they are made. Weights

@@ -156,7 +156,7 @@ def _embed_play(report: ReportData, limit: int) -> list[dict[str, str]]:
 
 
 def write_figures(report: ReportData, folder: Path) -> list[Path]:
-    """Every chart and the node map after the last task, as SVG and PNG."""
+    """Write a page's charts, and its node map after the last task, as SVG and PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
 

@@ -29,7 +29,7 @@ def uses_bits(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def zero_where_(tensors: Sequence[Tensor], condition: Tensor) -> None:
-    """Set all tensors to +0.0 if `condition` () is true."""
+    """Set all bits of the tensors to 0, which is +0.0, if `condition` () is true."""
     for bits in _group_by_width(tensors):
         torch._foreach_mul_(concat_pieces(split_pieces(FOREACH_PIECES, bits))[0], (~condition).to(bits[0].dtype))
 
@@ -45,7 +45,7 @@ def mask_bits_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def copy_where_(targets: Sequence[Tensor], sources: Sequence[Tensor], condition: Tensor) -> None:
-    """Copy `sources` into `targets` if `condition` () is true; else leave the targets as they are."""
+    """Copy `sources` into `targets` bit by bit if `condition` () is true; else leave the targets as they are."""
     for alike in zip(_group_by_width(targets), _group_by_width(sources), strict=True):
         target, source = concat_pieces(split_pieces(FOREACH_PIECES, *alike))
         torch._foreach_mul_(target, (~condition).to(target[0].dtype))

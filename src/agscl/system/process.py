@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Run without garbage collections."""
+    """Run without garbage collections in this process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -24,7 +24,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def skip_gc_at_exit() -> None:
-    """Skip the garbage collections of Python's shutdown, which take seconds over all that torch imported."""
+    """Skip the garbage collections when the process ends, which take seconds over all that torch imported."""
     atexit.register(gc.freeze)
 
 
@@ -36,7 +36,7 @@ def exit_at_once(code: int) -> None:
 
 
 def tune_malloc() -> None:
-    """Let glibc keep freed memory instead of returning it to the system.
+    """Let glibc keep memory that the process frees instead of returning it to the system.
 
     Else large tensors are returned after every use and come back page by page: a fifth of a training step on a CPU.
     """

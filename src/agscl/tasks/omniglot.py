@@ -68,7 +68,7 @@ def load_omniglot(
 
 
 def open_drawings() -> tuple[ParquetImages, Array, Array, list[str]]:
-    """All drawings; the alphabet of each, a number, and its character; the alphabets' names, if the file has them."""
+    """All drawings of Omniglot; the alphabet of each, a number, and its character; the alphabets' names, if there."""
     drawings = open_split("omniglot", "all")
     if not isinstance(drawings, ParquetImages):
         raise DataError(f"Omniglot must be a Parquet file, all.parquet, not the folder {drawings}")

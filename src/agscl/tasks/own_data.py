@@ -76,7 +76,7 @@ def from_folder(
     validation: float = 0.1,
     test_share: float = 0.2,
 ) -> TaskSequence:
-    """Tasks from images: PATH/CLASS/image.png, PATH/TASK/CLASS/image.png, or Parquet files in PATH.
+    """Tasks from your own images: PATH/CLASS/image.png, PATH/TASK/CLASS/image.png, or Parquet files in PATH.
 
     A split into PATH/train and PATH/test, or train.parquet and test.parquet, is kept.
 
@@ -163,7 +163,7 @@ def from_tensors(
     validation: float = 0.1,
     test_share: float = 0.2,
 ) -> TaskSequence:
-    """Tasks from inputs (examples, ...) and their labels, integers or names.
+    """Tasks from your own inputs (examples, ...) and their labels, integers or names.
 
     Floats are used as they are; bytes are images, normalised with the mean and deviation of the training examples.
 

@@ -55,11 +55,11 @@ class Engine(ABC):
         """Wait for all work that the engine launched, and bring the trainer's losses and counters up to date."""
 
     def end_task(self) -> None:
-        """`sync`, then free what was allocated for the task."""
+        """`sync`, then free what the engine allocated for the task."""
         self.sync()
 
     def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
-        """The context in which the model's trunk runs; `full_batch`: on a training batch of the usual size."""
+        """The context in which the engine runs the trunk; `full_batch`: on a training batch of the usual size."""
         return nullcontext()
 
 

@@ -28,7 +28,7 @@ class LayerCapacity:
     """How many more tasks find a free node; None without a budget."""
 
     def count_above(self, budget: Budget) -> int:
-        """How many nodes tasks have kept beyond their budget."""
+        """How many nodes of the layer's capacity tasks have kept beyond their budget."""
         free, above = self.nodes, 0
         for learned, taken in enumerate(self.taken.values()):
             above += max(0, taken - count_kept(free, budget, learned))
@@ -45,7 +45,7 @@ class Capacity:
 
     @property
     def tasks_left(self) -> int | None:
-        """How many more tasks find a free node in every layer; None without a budget."""
+        """For how many more tasks the capacity is enough: a free node in every layer; None without a budget."""
         left = [layer.tasks_left for layer in self.layers if layer.tasks_left is not None]
         return min(left, default=None)
 
@@ -94,7 +94,7 @@ def measure_capacity(graph: NodeGraph, first_task: Tensor, tasks: Sequence[str],
 
 
 def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:
-    """How many nodes are free after a task, were important before it, were changed by it: from (groups,) masks."""
+    """What capacity a task took: nodes free after it, important before it, changed by it, from (groups,) masks."""
     size, count = len(free), int(free.sum())
     unchanged, frozen = int((~changed).sum()), int((~changed & important_before.cpu()).sum())
     return {

@@ -48,7 +48,7 @@ def check_settings(config: AGSCLConfig) -> None:
 
 
 def find_unused_settings(config: AGSCLConfig) -> dict[str, str]:
-    """The settings of AGS-CL without effect, each with the reason.
+    """Check which settings of AGS-CL have no effect, each with the reason.
 
     Not those that rand_init=False turns off: presets name them, and studies leave out the re-initialisation.
     """

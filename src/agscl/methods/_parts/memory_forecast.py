@@ -66,7 +66,7 @@ class Memory:
 
 
 class Amount(NamedTuple):
-    """How many numbers a method stores, and how many bytes they take."""
+    """How many numbers are held in memory, and how many bytes they take."""
 
     numbers: int = 0
     bytes: int = 0
@@ -84,7 +84,7 @@ ZERO = Amount()
 
 
 class LayerInputs(NamedTuple):
-    """The inputs of a trunk layer, from which GPM and TRGP take their directions."""
+    """The inputs of a trunk layer, on which the memory of GPM and TRGP depends: they store directions of them."""
 
     groups: int
     """Groups of a grouped convolution; 1 elsewhere."""
@@ -97,7 +97,7 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """Everything about a model that decides how much a method stores for it."""
+    """Everything about a model that decides how much memory a method needs for it."""
 
     weights: Amount = ZERO
     """Trained weights outside the heads, plus a head shared by all tasks: what weight-wise methods store."""
@@ -117,7 +117,7 @@ class Outline:
 
     @classmethod
     def from_graph(cls, graph: NodeGraph, arguments: tuple[Any, ...]) -> Self:
-        """What decides how much methods store for the graph's model, which runs once, on `arguments`."""
+        """What decides how much memory methods need for the graph's model, which runs once, on `arguments`."""
         model, heads = graph.model, graph.heads
         if heads is None:
             raise ValueError("the model has no head: wrap it in a MultiHead, or name its heads with heads=")

@@ -15,7 +15,7 @@ __all__ = ["PathMethod", "PathPlan"]
 
 
 class ObservedStep(NamedTuple):
-    """What was observed before a step, for each weight with a gradient."""
+    """What was observed on the path before a step, for each weight with a gradient."""
 
     parameters: list[Tensor]
     before: list[Tensor]

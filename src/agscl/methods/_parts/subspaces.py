@@ -228,7 +228,7 @@ def _count_directions(basis: Tensor) -> list[int]:
 
 
 def extract_inputs(layer: nn.Module, layer_input: Tensor, limit: int, generator: torch.Generator) -> Tensor:
-    """The vectors that a layer's weight rows are multiplied with, at most `limit`: (groups, columns, inputs)."""
+    """A layer's inputs to find their subspace, at most `limit`: (groups, columns, inputs), as its rows read them."""
     if isinstance(layer, nn.Linear):
         rows = layer_input.flatten(0, -2)
         return rows[_draw_indices(len(rows), limit, generator).to(rows.device)].T[None]
@@ -304,7 +304,7 @@ def _draw_indices(size: int, limit: int, generator: torch.Generator) -> Tensor:
 
 
 def count_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
-    """The most inputs of a layer drawn from one task; a task may have fewer than `samples` examples."""
+    """The most inputs drawn from one task for a layer's subspace; a task may have fewer than `samples` examples."""
 
     def inputs_drawn(count: int) -> int:
         limit = math.ceil(MAX_INPUTS * min(CHUNK_SIZE, count) / count)
@@ -315,7 +315,7 @@ def count_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
 
 
 def extend_basis(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
-    """Extend `old_basis` until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
+    """Extend a subspace's basis until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
     bases = []
     for number, group_inputs in enumerate(to_sum_dtype(inputs)):
         basis = group_inputs.new_empty(len(group_inputs), 0) if old_basis is None else to_sum_dtype(old_basis[number])

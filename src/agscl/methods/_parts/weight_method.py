@@ -250,7 +250,7 @@ class WeightMethod(Method):
                     table[name] = tensor.to(parameters[name])
 
     def switch_statistics_by_task(self) -> None:
-        """With batchnorm="per_task", run each task with its own statistics from now on."""
+        """With batchnorm="per_task", a weight-wise method runs each task with its own statistics from now on."""
         if (
             self.config.batchnorm == "per_task"
             and self._statistics_switcher is None
