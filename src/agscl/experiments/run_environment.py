@@ -58,7 +58,7 @@ def record_environment(run: Run, threads: int | None, processes: int = 1) -> dic
 
 @functools.cache
 def find_commit() -> str | None:
-    """The commit of the source that a run runs from, or AGSCL_COMMIT; None for an installed package."""
+    """The commit of the source that runs are trained with, or AGSCL_COMMIT; None for an installed package."""
     home = Path(__file__).parents[3]
     if (named := os.environ.get("AGSCL_COMMIT")) or not (home / ".git").exists():
         return named

@@ -42,7 +42,7 @@ FILES = ("config.json", "model.safetensors", "method.safetensors", "certificate.
 
 
 def save_pretrained(method: Method, folder: str | Path) -> None:
-    """Write a method and its model, between two tasks, to a folder, with the files of a repository on the hub."""
+    """Write a method and its model, between two tasks, to a folder, as a repository on the hub holds them."""
     check_method(method, "save_pretrained")
     if not isinstance(method.model, MultiHead):
         kind = type(method.model).__name__

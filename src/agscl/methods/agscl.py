@@ -178,7 +178,7 @@ class AGSCLPlan(NodePlan):
     # Learning with proximal gradient descent (3) to (7) --------------------------------------------------------------
 
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        """After every step of AGS-CL (4): weights from a later node into an earlier one are 0 (I.1), if so ruled."""
+        """After AGS-CL's steps (4): weights from a later node into an earlier one are 0 (I.1), if that is the rule."""
         self.zero_masks.apply_()
 
     def proximal_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None:

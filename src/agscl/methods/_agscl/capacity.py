@@ -94,7 +94,7 @@ def measure_capacity(graph: NodeGraph, first_task: Tensor, tasks: Sequence[str],
 
 
 def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:
-    """What capacity a task took: nodes free after it, important before it, changed by it, from (groups,) masks."""
+    """What a task took of the capacity, from (groups,) masks: nodes free after it, important before, changed by it."""
     size, count = len(free), int(free.sum())
     unchanged, frozen = int((~changed).sum()), int((~changed & important_before.cpu()).sum())
     return {
