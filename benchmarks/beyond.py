@@ -19,10 +19,10 @@ from supervised import commits_of, parsed, run
 
 from agscl.analysis import metrics
 from agscl.experiments.compare import METRICS, summarize_values
-from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job
 from agscl.experiments.run import Interrupted
-from agscl.runs.folder import read_json
+from agscl.experiments.run_config import configure
+from agscl.runs.json_files import read_json
 
 BASE = "the paper's form"
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,9 @@ from measured import record
 from torch import Tensor
 
 from agscl.experiments.build import HOLD_OUT
-from agscl.experiments.config import configure, get_fast_settings
+from agscl.experiments.presets import get_fast_settings
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.experiments.search import SEED
 from agscl.graph.nodes import NodeGraph
 from agscl.methods import agscl
@@ -43,7 +44,7 @@ Change = Callable[[], None]
 
 def keep_rate() -> None:
     """The loop's learning rate is not restarted when nodes have been pruned."""
-    from agscl.fast.engine import GraphEngine
+    from agscl.fast.fast_engine import GraphEngine
     from agscl.training.plateau_schedule import PlateauSchedule
 
     for schedule in (PlateauSchedule, GraphEngine):

@@ -148,7 +148,7 @@ def cell(job: tuple[str, str, str, dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"method": name, "network": network, "optimizer": optimizer, "settings": settings}
     row["commit"] = commit()
     try:
-        check_method(getattr(agscl, name), settings, network=network, optimizer=optimizer, min_saved=None)
+        check_method(getattr(agscl, name), settings, network=network, optimizer=optimizer, min_avoided=None)
         row["checks"] = "passed"
     except (ContractBroken, FloatingPointError) as broken:
         row["checks"] = str(broken)
@@ -158,9 +158,9 @@ def cell(job: tuple[str, str, str, dict[str, Any]]) -> dict[str, Any]:
         )
     except FloatingPointError as diverged:
         return {**row, "saved": None, "complaint": str(diverged)}
-    row |= {**asdict(report), "saved": report.saved, "complaint": report.find_failure(0.5)}
+    row |= {**asdict(report), "saved": report.avoided_forgetting, "complaint": report.find_failure(0.5)}
     print(
-        f"{name:8} {network:9} {optimizer:6} saved {report.saved:.2f} {row['checks']} {row['complaint'] or ''}",
+        f"{name:8} {network:9} {optimizer:6} saved {row['saved']:.2f} {row['checks']} {row['complaint'] or ''}",
         flush=True,
     )
     return row

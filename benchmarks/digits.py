@@ -12,8 +12,8 @@ from typing import Any
 
 from measured import record
 
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 
 KEPT = ("accuracies", "average_accuracy", "plasticity", "stability", "forgetting", "statistics", "memory")

@@ -31,9 +31,9 @@ from timing import compared, take_turns
 from agscl import tasks
 from agscl.experiments.build import build_trainer
 from agscl.experiments.compare import summarize_values
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
-from agscl.fast.engine import GraphEngine
+from agscl.experiments.run_config import configure
+from agscl.fast.fast_engine import GraphEngine
 from agscl.runs import Run
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 

@@ -27,8 +27,8 @@ import torch
 from measured import record
 from timing import summary
 
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 from agscl.runs.events import read_events
 from agscl.system.process import skip_gc_at_exit, tune_malloc
@@ -49,7 +49,7 @@ class Variant:
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of `TrainingConfig` that differ."""
     pieces: dict[str, bool] = field(default_factory=dict)
-    """Fields of `agscl.fast.engine.Pieces` that differ."""
+    """Fields of `agscl.fast.fast_engine.Pieces` that differ."""
 
 
 ALL = "all pieces"
@@ -72,11 +72,11 @@ VARIANTS = {
 
 def run_once(name: str, device: str, epochs: int, tiny: bool = False) -> dict[str, Any]:
     """One whole run in this process: all tasks, checkpoints and certificates included."""
-    from agscl.fast import engine
+    from agscl.fast import fast_engine
 
     start = time.perf_counter()
     variant = VARIANTS[name]
-    engine.PIECES = engine.Pieces(**variant.pieces)
+    fast_engine.PIECES = fast_engine.Pieces(**variant.pieces)
     training = {**TRAINING, **variant.training, "epochs": epochs, **(TINY if tiny else {})}
     preset = "digits" if tiny else PRESET
     config = configure(preset, method=METHOD, seed=0, device=device, reference=False, **SETTINGS, **training)

@@ -27,9 +27,10 @@ from measured import record
 from torch import nn
 
 from agscl import MultiHead
-from agscl.experiments.methods import METHODS
-from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.experiments.method_entries import METHODS
+from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
+from agscl.methods._parts.warnings import SelfCheckWarning
 
 PLAIN = "plain"
 ROUNDS = 30

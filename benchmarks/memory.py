@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from measured import record
 
 from agscl import MultiHead, NodeGraph
-from agscl.analysis.memory import Memory, Outline, forecast_memory
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.networks import NETWORKS
 
@@ -100,10 +100,10 @@ def main() -> None:
         rows: dict[str, Any] = {}
         for row, (name, settings) in METHODS_AND_SETTINGS.items():
             began = time.monotonic()
-            forecast = forecast_memory(name, outline, tasks, settings)
+            forecast = METHODS[name].forecast_memory(outline, tasks, settings)
             reports = train_and_report(network, name, settings)
             good = all(
-                agrees(forecast_memory(name, outline, learned, settings), report)
+                agrees(METHODS[name].forecast_memory(outline, learned, settings), report)
                 for learned, report in enumerate(reports, start=1)
             )
             disagree += [] if good else [f"{network} {row}"]

@@ -38,9 +38,10 @@ from timing import Pairs, clocked, compared, in_epochs, summary, take_turns
 from torch import Tensor
 
 from agscl import MultiHead, PaperAGSCL
-from agscl.experiments.methods import METHODS
-from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.experiments.method_entries import METHODS
+from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.networks.cifar import CifarTrunk
 from agscl.system.process import tune_malloc
 

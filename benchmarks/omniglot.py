@@ -14,8 +14,8 @@ from typing import Any
 
 from measured import record
 
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.experiments.verify import verify_run
 from agscl.runs import Run
 

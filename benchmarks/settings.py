@@ -14,9 +14,9 @@ from typing import Any
 
 from measured import record
 
-from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job, JobOutcome, run_jobs
-from agscl.runs.folder import read_json
+from agscl.experiments.run_config import configure
+from agscl.runs.json_files import read_json
 
 FIRST_SEED = 1000
 SEARCHED: dict[str, tuple[str, list[float]]] = {

@@ -23,8 +23,8 @@ from typing import Any
 from measured import commit, record, short
 
 from agscl.experiments import compare, search
-from agscl.experiments.config import get_fast_settings
 from agscl.experiments.jobs import Job, JobOutcome, run_jobs
+from agscl.experiments.presets import get_fast_settings
 from agscl.experiments.run import Interrupted
 
 SIX = ("agscl", "ewc", "si", "rwalk", "mas", "hat")

@@ -25,8 +25,9 @@ import torch
 from measured import record
 from timing import summary
 
-from agscl.experiments.config import configure, get_fast_settings
+from agscl.experiments.presets import get_fast_settings
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 

@@ -29,11 +29,11 @@ def data(tmp_path, monkeypatch):
 @pytest.fixture
 def small_hub(monkeypatch):
     """A hub on this machine; failed requests are repeated at once."""
-    from agscl.data import hub, limited_http
+    from agscl.data import hub_files, limited_http
     from small_hub import SmallHub
 
     monkeypatch.setattr(limited_http, "RETRY_DELAY", 0.001)
-    monkeypatch.setattr(hub, "RETRY_DELAY", 0.001)
+    monkeypatch.setattr(hub_files, "RETRY_DELAY", 0.001)
     with SmallHub() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield running

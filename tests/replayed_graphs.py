@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from agscl.fast.cuda_graphs import GraphRunner
-from agscl.fast.engine import GraphEngine
+from agscl.fast.fast_engine import GraphEngine
 from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._agscl.learning_rates import LayerRates
 from agscl.training.optimizers import make_optimizer

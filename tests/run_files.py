@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agscl.experiments.config import RunConfig
-from agscl.experiments.run import certificate_path, compute_digest, hash_file
+from agscl.experiments.certificate_chain import certificate_path, compute_digest, hash_file
+from agscl.experiments.run_config import RunConfig
 from agscl.runs import Checkpoints, hash_state
-from agscl.runs.folder import encode_json_with_checksum, read_checked_json
+from agscl.runs.json_files import encode_json_with_checksum, read_checked_json
 
 Edit = Callable[[dict[str, Any]], Any]
 

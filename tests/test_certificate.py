@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import AGSCL, EWC, Certificate, FineTune, MultiHead, PaperAGSCL, Together
-from agscl.certificate import NEVER, ProbeOutputs, verify
+from agscl.certificate import NEVER, verify
 from agscl.digests import digest_groups
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
+from agscl.probe_outputs import ProbeOutputs
 from loops import adam, bits, learn, make, mlp
 
 

@@ -13,7 +13,6 @@ shape or memory layout; the certificate says which were used, and compares bits 
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,20 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from agscl.digests import describe_conversion, digest_groups, digest_tensors
+from agscl.probe_outputs import ProbeOutputs
 from agscl.system.files import write_atomically
-from agscl.system.tf32 import tf32_allowed
 
 __all__ = [
     "NEVER",
     "Certificate",
     "Finding",
     "Layout",
-    "ProbeOutputs",
     "Verdict",
     "verify",
 ]
@@ -46,7 +42,7 @@ NEVER = 2**31 - 1  # the "first important task" of a node that is still free
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model's groups lie in its state_dict."""
+    """Where the groups that a certificate speaks of lie in the model's state_dict."""
 
     size: int
     parameters: dict[str, list[int]]  # tensor -> group of each row
@@ -58,8 +54,11 @@ class Layout:
         return {**self.parameters, **self.statistics}
 
     def find_later_inputs(self, first: Sequence[int], rule: str) -> dict[str, tuple[Any, Any]]:
-        """Per reader: the group that each weight reads, (rows or 1, columns), and (rows, columns) whether it belongs
-        to that group, not to its row's: where earlier tasks do not see it, as the group became important later."""
+        """Per reader in the certificate: the group that each weight reads, and whether the weight belongs to it.
+
+        (rows or 1, columns) and (rows, columns). It belongs to the group it reads, not to its row's, where earlier
+        tasks do not see it, as the group became important later.
+        """
         if rule != "earlier_tasks":
             return {}
         tasks, found = np.array([*first, -1]), {}  # -1: reads no node
@@ -67,85 +66,6 @@ class Layout:
             sources = np.array(readers)
             found[name] = sources, tasks[sources] > tasks[np.array(self.parameters[name])][:, None]
         return found
-
-
-@dataclass(frozen=True)
-class ProbeOutputs:
-    """Outputs of the heads on a batch of inputs, and all that their bits depend on."""
-
-    shape: list[int]
-    seed: int | None  # None: a batch given by the user, known by its digest only
-    digest: str
-    environment: dict[str, str | int]
-    outputs: dict[str, dict[str, Any]]
-
-    @staticmethod
-    def describe_environment(tensor: Tensor, model: nn.Module | None = None) -> dict[str, str | int]:
-        """All that the bits of a forward pass of `model` on `tensor` depend on, beside the weights."""
-        device = torch.cuda.get_device_name(tensor.device) if tensor.is_cuda else tensor.device.type
-        environment: dict[str, str | int] = {
-            "device": device,
-            "dtype": str(tensor.dtype),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-        }
-        if tensor.is_cuda:
-            environment["tf32"] = ", ".join(name for name, on in tf32_allowed().items() if on) or "none"
-        weights = [] if model is None else model.parameters()
-        if any(_is_channels_last(some) for some in (tensor, *weights)):
-            environment["memory_layout"] = "channels last"
-        return environment
-
-    @staticmethod
-    def draw_batch(shape: Sequence[int], seed: int) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-    @classmethod
-    def from_outputs(
-        cls, batch: Tensor, outputs: Mapping[str, Tensor], seed: int | None, model: nn.Module | None = None
-    ) -> ProbeOutputs:
-        stored = {
-            task: {
-                "shape": list(output.shape),
-                "data": base64.b64encode(output.detach().float().cpu().contiguous().numpy().tobytes()).decode(),
-            }
-            for task, output in outputs.items()
-        }
-        environment = cls.describe_environment(batch, model)
-        return cls(list(batch.shape), seed, digest_tensors({"x": batch}, ["x"]), environment, stored)
-
-    def compare(self, batch: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-        """Largest difference per task between the stored outputs and these; 0.0 means equal bits."""
-        if digest_tensors({"x": batch}, ["x"]) != self.digest:
-            raise ValueError("This is not the batch that the certificate's outputs were computed on.")
-        differences = {}
-        for task, stored in self.outputs.items():
-            if task not in outputs:
-                raise ValueError(f"The certificate holds outputs of task {task!r}; none were given to compare.")
-            old = np.frombuffer(base64.b64decode(stored["data"]), dtype=np.float32).reshape(stored["shape"])
-            new = outputs[task].detach().float().cpu().numpy()
-            differences[task] = float(np.abs(old - new).max()) if old.tobytes() != new.tobytes() else 0.0
-        return differences
-
-    def same_environment(self, batch: Tensor, model: nn.Module | None = None) -> bool:
-        return self.environment == self.describe_environment(batch, model) and self.shape == list(batch.shape)
-
-    def find_changed(self, later: ProbeOutputs | None) -> list[str]:
-        """Tasks whose stored outputs have other bits in `later`; none where the two cannot be compared."""
-        if later is None or (self.digest, self.shape, self.environment) != (
-            later.digest,
-            later.shape,
-            later.environment,
-        ):
-            return []
-        return [task for task, stored in self.outputs.items() if later.outputs.get(task, stored) != stored]
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    if is_lazy(tensor) or tensor.dim() not in (4, 5) or tensor.is_contiguous():
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 
 
 @dataclass(frozen=True)
@@ -209,7 +129,7 @@ class Certificate:
 
     @property
     def guarantees_outputs(self) -> bool:
-        """Whether outputs of the tasks learned so far can never change."""
+        """Whether it is certified that outputs of the tasks learned so far can never change."""
         covers = self.zero_rule in ("paper", "earlier_tasks") and not self.uncovered
         return self.kind == "guaranteed" and covers and not self.moved
 
@@ -230,7 +150,7 @@ class Certificate:
         return found
 
     def zeros(self) -> int:
-        """How many weights must be exactly zero (a filter's k×k entries counted as one)."""
+        """How many weights are certified to be exactly zero (a filter's k×k entries counted as one)."""
         return sum(int(self._zero_pattern(name).sum()) for name in self.layout.readers)
 
     def _zero_pattern(self, name: str) -> Any:
@@ -310,7 +230,7 @@ class Certificate:
         return f"{warning}after task {self.task!r}: {claims}{ending}"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the certificate as JSON, whole or not at all."""
         write_atomically(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod
@@ -330,14 +250,14 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a chain of certificates holds, and what was found, a line each."""
+    """What `verify` found: whether the certificates hold, and what each says, a line each."""
 
     ok: bool
     lines: list[str]
 
 
 def verify(certificates: Sequence[Certificate], tensors: Mapping[str, Tensor]) -> Verdict:
-    """Check a run's certificates, one per task in order, against each other and against its final weights."""
+    """Check certificates, one per task in order, against each other and against the final weights."""
     if not certificates:
         return Verdict(False, ["There is no certificate to check."])
     lines: list[str] = []

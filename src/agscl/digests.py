@@ -14,13 +14,13 @@ __all__ = ["describe_conversion", "digest_groups", "digest_tensors", "read_row_b
 
 
 def read_row_bytes(tensor: Tensor) -> Any:
-    """(rows, bytes) of a tensor's memory, as numpy; a single number is one row."""
+    """(rows, bytes) of a tensor's memory to digest, as numpy; a single number is one row."""
     flat = tensor.detach().cpu().contiguous()
     return flat.reshape(len(flat) if flat.dim() else 1, -1).view(torch.uint8).numpy()
 
 
 def describe_conversion(now: str, then: str) -> str:
-    """Why tensors of another dtype cannot be checked, and what to do."""
+    """Why digests cannot be compared with those of tensors of another dtype, and what to do."""
     return (
         f"of dtype {now}, and {then} when the certificate was made: bits of two dtypes cannot be compared. Convert to "
         f"{then} and check again. (A narrower dtype in between has rounded the values; torch.autocast, for training in "

@@ -32,7 +32,7 @@ from agscl.digests import describe_conversion, read_row_bytes
 from agscl.methods._parts.batchnorm import ChannelFreezer, StatisticsFreezer, find_batchnorms
 from agscl.methods._parts.ddp_and_compile import unwrap_model
 from agscl.methods._parts.frozen_by_hand import frozen_by_hand
-from agscl.methods._parts.lifecycle import warn_user
+from agscl.methods._parts.warnings import warn_user
 from agscl.system.describe import describe_value
 from agscl.system.files import write_atomically
 
@@ -172,7 +172,7 @@ class FrozenEntries:
         return _make_certificate(self._parts, {part.name: part.values.dtype for part in self._parts})
 
     def close(self) -> None:
-        """Let the entries be trained again; they stay as they are."""
+        """Let the frozen entries be trained again; they stay as they are."""
         _live.pop(self._number, None)
         self.closed = True
         for handle in self._handles:
@@ -319,7 +319,7 @@ class _Part:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor as it is now: a loop may have replaced it."""
+        """The tensor with frozen entries as it is now: a loop may have replaced it."""
         tensor = self.given
         if self.owner is not None:
             name = self.name.rpartition(".")[2]
@@ -338,7 +338,7 @@ class _Part:
 
     @property
     def place(self) -> Any:
-        """Where the entries are, to index the tensor with."""
+        """Where the frozen entries are, to index the tensor with."""
         if self.rows is not None and self.columns is not None:
             return self.rows[:, None], self.columns
         if self.columns is not None:
@@ -355,7 +355,7 @@ class _Part:
         return entries.movedim(1, 0) if columns else entries.reshape(1) if not entries.dim() else entries
 
     def follow(self, tensor: Tensor) -> None:
-        """Move what is held to the device of the tensor."""
+        """Move the frozen values to the device of the tensor."""
         if self.values.device != tensor.device:
             self.values = self.values.to(tensor.device)
             self.rows = None if self.rows is None else self.rows.to(tensor.device)
@@ -410,7 +410,7 @@ class _Part:
         return {key: None if value is None else value.clone() for key, value in state.items()}
 
     def find_mismatch(self, state: Mapping[str, Tensor | None]) -> str | None:
-        """Why a saved state is not one of this tensor, if so."""
+        """Why a saved state of frozen entries is not one of this tensor, if so."""
         values = state.get("values")
         if values is None:
             return "it holds no values"
@@ -450,7 +450,7 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def find_positions(which: Index, size: int, kind: str, name: str) -> Tensor:
-    """The positions, sorted and each once, that an index selects from `size`."""
+    """The rows or columns to freeze, sorted and each once, that an index selects from `size`."""
     if isinstance(which, slice):
         found = torch.tensor(range(size)[which], dtype=torch.int64)
     else:
@@ -515,7 +515,7 @@ def _describe_changed(part: _Part, positions: Sequence[int]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class FreezeCertificate:
-    """Which entries of which tensors are frozen, and a digest of the bits of each row; made by `certificate()`."""
+    """What `freeze` holds, by name: the entries of each tensor, and a digest of the bits of each row."""
 
     tensors: dict[str, dict[str, Any]]  # name -> shape, dtype, rows, columns (None: all), digests
 
@@ -534,7 +534,7 @@ class FreezeCertificate:
         return ", ".join([*words[:4], *more])
 
     def check(self, tensors: Mapping[str, Tensor], *, prefix: str = "") -> FreezeReport:
-        """Compare with tensors, e.g. of a `state_dict` in which `prefix` stands before the names known here."""
+        """Compare what is frozen with tensors, e.g. of a `state_dict` with `prefix` before the names known here."""
         kept, moved, described = [], {}, []
         for name, entry in self.tensors.items():
             tensor = tensors.get(prefix + name)
@@ -558,7 +558,7 @@ class FreezeCertificate:
         return FreezeReport(kept, moved, changed=described)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the certificate of what is frozen as JSON, whole or not at all."""
         write_atomically(Path(path), json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod

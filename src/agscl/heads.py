@@ -33,7 +33,7 @@ def check_task_name(task: str) -> None:
 
 
 def make_task_names(names: Iterable[str]) -> list[str]:
-    """Valid, distinct task names that are close to the given strings, which may be anything."""
+    """Valid, distinct names of tasks, and so of heads, close to the given strings, which may be anything."""
     valid: list[str] = []
     for name in names:
         base = name.encode(errors="backslashreplace").decode().replace(".", "_") or "unnamed"
@@ -146,7 +146,7 @@ class MultiHead(nn.Module):
         return head(features)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module; the heads must have been added before."""
+        """As of every module; the heads of the saved model must have been added before."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
@@ -160,7 +160,7 @@ class MultiHead(nn.Module):
 
 
 def find_task_parameter(model: nn.Module) -> tuple[int, str] | None:
-    """Which parameter of the forward pass is the task, by position and name: "task", or the second if required."""
+    """Which parameter of a model with heads is the task, by position and name: "task", or the second if required."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     for position, parameter in enumerate(parameters):
         if parameter.name == "task":
@@ -178,7 +178,7 @@ def _note_loaded_heads(model: nn.Module, incompatible: Any) -> None:
 
 
 class Heads:
-    """Where the heads of a model are, which belongs to which task, and how the model is called for a task.
+    """Where the heads of a model are, which belongs to which task, and how a model with heads is called for a task.
 
     `place` is None for a `MultiHead`; otherwise the name of an `nn.ModuleList` (one head per task, in the order
     in which tasks begin), of an `nn.ModuleDict` (by task name), of a single module that all tasks share, or a
@@ -275,13 +275,13 @@ class Heads:
     def recall_parameters(
         self, tasks: Sequence[str], *, again: bool = False
     ) -> tuple[dict[str, nn.Parameter], dict[int, str]]:
-        """As `parameters` and `name_parameters`, without a look into heads seen before: there may be hundreds.
+        """As `parameters` and `list_names_by_id`, without a look into heads seen before: there may be hundreds.
 
         With `again`, all are looked into.
         """
         if not isinstance(self._container, nn.ModuleDict | nn.ModuleList):
             found = self.parameters(tasks)
-            return found, self.name_parameters(found)
+            return found, self.list_names_by_id(found)
         modules = self._container._modules
         if again or not self._seen_heads.items() <= modules.items():  # one was replaced
             self._forget_heads()
@@ -356,8 +356,8 @@ class Heads:
             inside = {id(p) for task in tasks[-1:] for p in self.get_head(task, tasks).parameters()}
         return {name: p for name, p in self.list_trunk_parameters().items() if id(p) not in inside}
 
-    def name_parameters(self, heads: Mapping[str, nn.Parameter]) -> dict[int, str]:
-        """The name of each parameter, by its id, in heads and trunk; `heads` are those that `parameters` lists."""
+    def list_names_by_id(self, heads: Mapping[str, nn.Parameter]) -> dict[int, str]:
+        """The name of each parameter of heads and trunk, by its id; `heads` are those that `parameters` lists."""
         return {id(p): name for name, p in {**heads, **self.list_trunk_parameters()}.items()}
 
     def _find_prefix(self, task: str, tasks: Sequence[str]) -> str:
@@ -385,16 +385,16 @@ class Heads:
 
     @property
     def task_position(self) -> int | None:
-        """Which argument of the model's forward pass is the task."""
+        """Which argument is the task when a model with heads is called."""
         return None if self._task_parameter is None else self._task_parameter[0]
 
     @property
     def takes_task(self) -> bool:
-        """Whether the model's forward pass has an argument for the task."""
+        """Whether a model with heads is called with the task as an argument."""
         return self.task_position is not None
 
     def split_arguments(self, inputs: Any) -> tuple[Any, ...]:
-        """The arguments of the forward pass in `inputs`: those of a tuple, else a single one.
+        """The arguments beside the task with which a model with heads is called: those in a tuple, else one.
 
         A tuple with tensors where the forward pass has its task, as (x1, x2) for a `MultiHead`, is one argument too.
         """
@@ -405,7 +405,7 @@ class Heads:
         return (inputs,) if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves) else inputs
 
     def call_model(self, inputs: Any, task: str, tasks: Sequence[str], model: Callable[..., Any] | None = None) -> Any:
-        """Run the model (or `model`, called alike) on `inputs`, as `split_arguments` takes them, for `task`.
+        """Run the model with these heads (or `model`, called alike) for `task`, on `inputs` as for `split_arguments`.
 
         That is `model(x, task)`, `model(x, number of the task)` for a list of heads, or `model(x)` without a task.
         """
@@ -454,7 +454,7 @@ class Heads:
     def task_of_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tasks: Sequence[str], default: Callable[[], str | None]
     ) -> str | None:
-        """The task, one of `tasks`, that a call of the model is for: `default()` where it names none."""
+        """The task, one of `tasks`, that a call of a model with heads is for: `default()` where it names none."""
         position, name = self._task_parameter or (len(args), "task")
         argument: Any = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(argument, str):

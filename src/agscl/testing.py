@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from agscl.certificate import verify
 from agscl.heads import MultiHead
-from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.methods.finetune import FineTune
 from agscl.tasks import Task, load
 
@@ -45,7 +46,7 @@ MIN_FORGETTING = 0.15  # accuracy that fine-tuning must lose, or a comparison wi
 
 
 class ContractBroken(AssertionError):
-    """A method does not do what every method must."""
+    """A method under test does not do what every method must."""
 
 
 # Networks, optimizers, loop -------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ MakeMethod = Callable[[MultiHead], Method]
 
 @dataclass
 class DigitsLoop:
-    """A plain training loop over the digits, with one network, one optimizer and one seed."""
+    """The loop in which a method is tested: a plain one over the digits, with one network, optimizer and seed."""
 
     network: str
     optimizer: str
@@ -142,7 +143,7 @@ class DigitsLoop:
         return task.name
 
     def make_method(self, method: type[Method], model: MultiHead, settings: Mapping[str, Any]) -> Method:
-        """Make the method on `model`; a `NodeMethod` gets an example input."""
+        """Make the method under test on `model`; a `NodeMethod` gets an example input."""
         if issubclass(method, NodeMethod):
             return method(model, self.tasks[0].train_x[:2].view(-1, 1, 8, 8), **settings)
         return method(model, **settings)
@@ -151,7 +152,7 @@ class DigitsLoop:
         return OPTIMIZERS[self.optimizer](model.parameters())
 
     def batches(self, number: int, epoch: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """The task's batches, shuffled for `epoch`, or in the order of the data."""
+        """Batches of a task of the test, shuffled for `epoch`, or in the order of the data."""
         task = self.tasks[number]
         rows = torch.arange(len(task.train_y))
         if epoch is not None:
@@ -174,7 +175,7 @@ class DigitsLoop:
         end: bool = True,
         closure: bool = False,
     ) -> None:
-        """Train task `number`, or only some of its `steps`, as a user's loop would."""
+        """Train task `number` of the test, or only some of its `steps`, as a user's loop would."""
         epochs, task = epochs or self.epochs, self.ensure_head(model, number)
         steps_per_epoch = len(self.batches(number))
         if begin:
@@ -212,7 +213,7 @@ class DigitsLoop:
         return float((output.argmax(1) == task.test_y).float().mean())
 
     def accuracy_matrix(self, make: MakeMethod) -> list[list[float]]:
-        """`A[i][j]`: accuracy on task j after learning task i."""
+        """`A[i][j]`: accuracy on the test's task j after learning task i."""
         model = self.make_model()
         method, optimizer = make(model), self.make_optimizer(model)
         matrix = []
@@ -224,7 +225,7 @@ class DigitsLoop:
 
 
 def mean_forgetting(matrix: Sequence[Sequence[float]]) -> float:
-    """Accuracy lost since each task was learned, averaged over the tasks before the last."""
+    """Forgetting as a test counts it: accuracy lost since each task was learned, averaged over all but the last."""
     last = len(matrix) - 1
     return sum(matrix[j][j] - matrix[last][j] for j in range(last)) / last
 
@@ -370,7 +371,7 @@ CHECKS: dict[str, Callable[[DigitsLoop, MakeMethod], None]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """Forgetting and accuracy of a method and of fine-tuning, per seed."""
+    """What a test of a method found: its forgetting and accuracy, and fine-tuning's, per seed."""
 
     network: str
     optimizer: str
@@ -380,19 +381,19 @@ class Report:
     method_average: list[float]
 
     @property
-    def saved(self) -> float:
-        """The share of fine-tuning's forgetting that the method avoided, over all seeds."""
+    def avoided_forgetting(self) -> float:
+        """The share of fine-tuning's forgetting that the method under test avoided, over all seeds."""
         return 1 - sum(self.method_lost) / sum(self.fine_tuning_lost)
 
-    def find_failure(self, min_saved: float) -> str | None:
-        """Why the method fails the contract; None if it passes."""
+    def find_failure(self, min_avoided: float) -> str | None:
+        """Why the method under test fails the contract; None if it passes."""
         lost = sum(self.fine_tuning_lost) / len(self.fine_tuning_lost)
         if lost < MIN_FORGETTING:
             return f"fine-tuning lost only {100 * lost:.1f} points here, so the comparison shows nothing"
-        if self.saved < min_saved:
+        if self.avoided_forgetting < min_avoided:
             return (
-                f"avoided {100 * self.saved:.0f} % of the {100 * lost:.1f} points that fine-tuning lost; at least "
-                f"{100 * min_saved:.0f} % are required"
+                f"avoided {100 * self.avoided_forgetting:.0f} % of the {100 * lost:.1f} points that fine-tuning lost; "
+                f"at least {100 * min_avoided:.0f} % are required"
             )
         if sum(self.method_average) <= sum(self.fine_tuning_average):
             return "forgot less than fine-tuning only because it learned less: its average accuracy is no better"
@@ -406,14 +407,14 @@ def check_method(
     network: str = "mlp",
     optimizer: str = "adam",
     seeds: int = 3,
-    min_saved: float | None = 0.5,
+    min_avoided: float | None = 0.5,
     idle_settings: Mapping[str, Any] | None = None,
     checks: Sequence[str] = tuple(CHECKS),
 ) -> Report | None:
-    """Check a method against the contract with one network and optimizer; raises `ContractBroken` where it fails.
+    """Test a method against the contract with one network and optimizer; raises `ContractBroken` where it fails.
 
-    `settings` are the method's own. With `idle_settings` it does nothing, and must warn. With `min_saved=None` only the
-    cheap `checks` run; otherwise the method must also avoid that share of fine-tuning's forgetting.
+    `settings` are the method's own. With `idle_settings` it does nothing, and must warn. With `min_avoided=None` only
+    the cheap `checks` run; otherwise the method must also avoid that share of fine-tuning's forgetting.
     """
     loop = DigitsLoop(network, optimizer)
 
@@ -429,10 +430,10 @@ def check_method(
                 raise ContractBroken(f"{method.__name__}, {network}, {optimizer}: {broken}") from None
     if idle_settings is not None:
         _check_warns_when_idle(loop, method, {**(settings or {}), **idle_settings})
-    if min_saved is None:
+    if min_avoided is None:
         return None
     report = measure_forgetting(method, settings or {}, network=network, optimizer=optimizer, seeds=range(seeds))
-    if failure := report.find_failure(min_saved):
+    if failure := report.find_failure(min_avoided):
         raise ContractBroken(f"{method.__name__}, {network}, {optimizer}, {seeds} seeds: {failure}")
     return report
 
@@ -440,7 +441,7 @@ def check_method(
 def measure_forgetting(
     method: type[Method], settings: Mapping[str, Any], *, network: str, optimizer: str, seeds: Iterable[int]
 ) -> Report:
-    """Train the five tasks with fine-tuning and with the method."""
+    """Train the test's five tasks with fine-tuning and with the method."""
     report = Report(network, optimizer, [], [], [], [])
     for seed in seeds:
         loop = DigitsLoop(network, optimizer, seed)

@@ -9,9 +9,9 @@ import pytest
 
 from agscl.cli.inspect import write_exclude_as_option
 from agscl.cli.main import main
-from agscl.experiments.config import configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from commands import finish_command, start_command
 from results import reproducible_part
 

@@ -13,9 +13,9 @@ pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 from agscl.analysis.metrics import accumulated_rewards
 from agscl.cli.main import main
 from agscl.experiments.build import build_trainer, load_tasks
-from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.presets import PRESETS
 from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.experiments.search import load_trials, search_settings
 from agscl.experiments.studies import collect_study, plan_study
 from agscl.reinforcement import PPOConfig

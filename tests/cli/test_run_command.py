@@ -17,8 +17,8 @@ from PIL import Image
 
 from agscl.cli import run as run_command
 from agscl.cli.main import main
-from agscl.experiments.config import configure
 from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Checkpoints, Run, is_finished
 from agscl.runs.events import read_events
 from commands import QUICK, finish_command, start_command, start_training

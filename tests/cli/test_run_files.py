@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from agscl.cli.main import main
-from agscl.experiments.config import configure
 from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
-from agscl.runs.folder import write_resume_command
 from results import reproducible_part
 from run_files import edit_certificate, edit_checkpoint, edit_json, forge_chain
 
 RUN = Path("runs/quick")
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 @pytest.fixture(scope="module")
@@ -240,11 +239,6 @@ def test_verify_notices_that_the_result_is_missing_and_the_command_it_names_writ
     assert call(capsys, "run", "--resume", "quick")[0] == 0
     assert (RUN / "result.json").read_bytes() == written
     assert call(capsys, "verify", "quick")[0] == 0
-
-
-def test_the_command_that_continues_a_run_names_a_folder_other_than_runs():
-    assert write_resume_command(Path("runs/quick")) == "agscl run --resume quick"
-    assert write_resume_command(Path("my runs/quick")) == "agscl run --resume quick --runs 'my runs'"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from agscl.cli import progress as cli_progress
 from agscl.experiments import run as run_module
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 
 

@@ -4,8 +4,8 @@ from rich.console import Console
 
 from agscl.cli.data import _find_datasets
 from agscl.cli.main import main
-from agscl.cli.tables import _make_accuracy_matrix, _make_metrics_table
-from agscl.experiments.methods import METHODS
+from agscl.cli.run_summary import _make_accuracy_matrix, _make_metrics_table
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.presets import PRESETS
 
 
@@ -25,16 +25,16 @@ def test_methods_lists_every_method_with_its_description_and_what_it_stores(caps
 
 
 def test_numbers_too_long_for_the_memory_table_are_shortened():
-    from agscl.analysis.memory import Amount, LayerInputs, Outline, forecast_memory
     from agscl.cli.console import console
-    from agscl.cli.tables import _make_memory_table
+    from agscl.cli.memory_table import make_memory_table
     from agscl.methods import find_methods
+    from agscl.methods._parts.memory_forecast import Amount, LayerInputs, Outline
 
     many, layers = Amount(4 * 10**9, 16 * 10**9), (LayerInputs(1, 10**5, (100,), 4),)
     outline = Outline(weights=many, packed=many.numbers, groups=10**5, incoming=many, layers=layers)
-    kept = {name: forecast_memory(name, outline, 3) for name in find_methods()}
+    kept = {name: METHODS[name].forecast_memory(outline, 3) for name in find_methods()}
     with console.capture() as captured:
-        console.print(_make_memory_table("", kept))
+        console.print(make_memory_table("", kept))
     assert "8,000.0 M" in captured.get()
     assert "48.0 GB" in captured.get()
     assert max(map(len, captured.get().splitlines())) <= 80

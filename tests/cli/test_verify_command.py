@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agscl.certificate import ProbeOutputs
 from agscl.cli.main import main
-from agscl.experiments.config import configure
+from agscl.experiments.certificate_chain import list_certificates
 from agscl.experiments.run import Interrupted, execute_run
-from agscl.experiments.verify import _compute_probe_outputs, list_certificates
+from agscl.experiments.run_config import configure
+from agscl.experiments.verify import _compute_probe_outputs
+from agscl.probe_outputs import ProbeOutputs
 from agscl.runs import Run, RunError
 from commands import QUICK, finish_command, start_command
 from run_files import edit_certificate, edit_checkpoint, forge_chain
@@ -194,7 +195,7 @@ def test_a_certificate_that_is_none_is_a_sentence_even_where_the_chain_names_it(
     assert re.search(r"^FAILED: .*03\.json is not a (whole )?certificate", lines[-1])
 
 
-@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 def test_a_channels_last_run_is_verified_in_channels_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
@@ -222,7 +223,7 @@ def test_in_a_different_environment_verify_does_not_require_equal_bits(guarantee
     assert any("computed in a different environment (torch 0.1 then" in line for line in lines)
 
 
-@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 def test_verify_of_a_run_stopped_within_a_task_says_to_finish_it_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = configure("digits", method="agscl", epochs=1, reference=False)
@@ -234,7 +235,7 @@ def test_verify_of_a_run_stopped_within_a_task_says_to_finish_it_first(tmp_path,
     assert lines[-1].startswith("FAILED: runs/quick is in the middle of task 3")
 
 
-@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 @pytest.mark.parametrize(("method", "kept"), [("ewc", 1), ("packnet", 5), ("frozen", 5), ("separate", 5)])
 def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
     method, kept, tmp_path, monkeypatch, capsys
@@ -250,7 +251,7 @@ def test_methods_that_certify_no_node_are_verified_by_their_heads_and_the_probe(
     assert sum("have not changed by a bit since it was learned" in line for line in lines) == kept
 
 
-@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 def test_a_network_per_task_is_certified_under_its_own_name_and_so_are_runs_that_called_it_fine_tuning(
     tmp_path, monkeypatch, capsys
 ):
@@ -290,7 +291,7 @@ def test_certificates_of_more_than_a_hundred_tasks_are_listed_in_the_order_of_th
     assert [int(path.stem) for path in list_certificates(tmp_path)] == [1, 9, 10, 11, 99, 100, 101]
 
 
-@pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 def test_words_of_run_and_verify_are_those_of_the_table_and_fit_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for method, words in (

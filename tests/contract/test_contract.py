@@ -19,7 +19,7 @@ from loops import blobs, mlp
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_passes_every_cheap_check_and_says_when_it_does_nothing(name):
-    check_method(METHODS[name], settings_of(name, "mlp", "adam"), min_saved=None, idle_settings=IDLE.get(name))
+    check_method(METHODS[name], settings_of(name, "mlp", "adam"), min_avoided=None, idle_settings=IDLE.get(name))
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -59,7 +59,9 @@ def test_no_method_is_idle_with_weights_of_another_precision(name, kind):
 @pytest.mark.parametrize("network", ["cnn", "residual"])
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_passes_every_cheap_check_on_convolutions_and_batchnorm(name, network):
-    check_method(METHODS[name], settings_of(name, network, "adamw"), network=network, optimizer="adamw", min_saved=None)
+    check_method(
+        METHODS[name], settings_of(name, network, "adamw"), network=network, optimizer="adamw", min_avoided=None
+    )
 
 
 # What the contract must catch: each penalty, mask and gate switched off in turn ---------------------------------------
@@ -145,7 +147,7 @@ LEAST = {"PackNet": 0.9, "WSN": 0.9, "HAT": 0.9, "Frozen": 0.9}
 def test_the_contract_fails_a_method_whose_work_is_switched_off(mutant):
     method = MUTANTS[mutant]
     name = next(kind.__name__ for kind in method.__mro__[1:] if kind.__name__ in METHODS)
-    options = {"seeds": 1, "checks": ["certificates"], "min_saved": LEAST.get(name, 0.5)}
+    options = {"seeds": 1, "checks": ["certificates"], "min_avoided": LEAST.get(name, 0.5)}
     with pytest.raises(ContractBroken):
         check_method(method, settings_of(name, "mlp", "adam"), **options)
 
@@ -153,8 +155,8 @@ def test_the_contract_fails_a_method_whose_work_is_switched_off(mutant):
 @pytest.mark.parametrize("name", list(LEAST))
 def test_methods_that_forget_nothing_save_all_that_they_are_asked_to(name):
     settings = settings_of(name, "mlp", "adam")
-    report = check_method(METHODS[name], settings, seeds=1, checks=[], min_saved=LEAST[name])
-    assert report.saved == 1
+    report = check_method(METHODS[name], settings, seeds=1, checks=[], min_avoided=LEAST[name])
+    assert report.avoided_forgetting == 1
 
 
 class LeakyPlan(FineTune.Plan):
@@ -206,11 +208,11 @@ def test_each_cheap_check_fails_a_method_that_breaks_just_that_promise(fault):
     broken = type("Leaky", (Leaky,), {"fault": fault})
     others = [name for name in CHECKS if name not in (fault, "close")]
     with pytest.raises(ContractBroken):
-        check_method(broken, min_saved=None, checks=[fault])
+        check_method(broken, min_avoided=None, checks=[fault])
     if fault not in ("closure", "heads"):  # these two break resuming as well
-        check_method(broken, min_saved=None, checks=others)
+        check_method(broken, min_avoided=None, checks=others)
 
 
 def test_a_method_that_does_nothing_and_keeps_quiet_is_failed():
     with pytest.raises(ContractBroken, match="gave no SelfCheckWarning"):
-        check_method(FineTune, min_saved=None, checks=(), idle_settings={})
+        check_method(FineTune, min_avoided=None, checks=(), idle_settings={})

@@ -27,7 +27,7 @@ from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.download import download_files, download_hub_dataset, lock_download_folder
 from agscl.data.encoded_images import ParquetImages
 from agscl.data.errors import DataError, DownloadFailed
-from agscl.data.hub import list_parquet_files
+from agscl.data.hub_files import list_parquet_files
 from agscl.data.manifest import Manifest, read_manifest, write_manifest
 from real_data import REAL_DATA, needs_dataset
 from small_hub import REVISION

@@ -8,7 +8,7 @@ import pytest
 
 import small_images
 from agscl import tasks
-from agscl.data import encoded_images
+from agscl.data import encoded_images, image_libraries
 from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.tasks import DataError
 
@@ -35,7 +35,7 @@ def test_a_missing_one_of_several_files_is_what_the_error_is_about(data):
 
 def test_without_pyarrow_and_pillow_the_error_says_what_to_install(data, monkeypatch):
     small_images.write_dataset(data, "cifar100", 100, 3, 1)
-    monkeypatch.setattr(encoded_images, "find_spec", lambda name: None)
+    monkeypatch.setattr(image_libraries, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs pyarrow and Pillow: pip install 'agscl\[data\]'"):
         tasks.load("cifar100", seed=0)
 

@@ -19,7 +19,7 @@ from agscl import tasks
 from agscl.cli import main as cli
 from agscl.data import limited_http
 from agscl.data.errors import DataError
-from agscl.data.hub import list_parquet_files
+from agscl.data.hub_files import list_parquet_files
 from agscl.data.limited_http import download_file
 from small_hub import REVISION, QuietServer
 
@@ -236,9 +236,9 @@ class HostileHub:
 
 @pytest.fixture
 def hostile_hub(data, monkeypatch):
-    from agscl.data import hub
+    from agscl.data import hub_files
 
-    monkeypatch.setattr(hub, "RETRY_DELAY", 0.001)
+    monkeypatch.setattr(hub_files, "RETRY_DELAY", 0.001)
     for name, value in {
         "RETRY_DELAY": 0.001,
         "TIMEOUT": 1.0,

@@ -12,9 +12,9 @@ import pytest
 
 from agscl.data import limited_http
 from agscl.data.errors import DownloadFailed
-from agscl.data.hub import list_parquet_files, request_headers
+from agscl.data.hub_files import list_parquet_files, request_headers
 from agscl.data.limited_http import download_file
-from agscl.data.progress import ProgressLine
+from agscl.data.progress_line import ProgressLine
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from agscl.experiments.build import build_trainer
-from agscl.experiments.config import configure
+from agscl.experiments.run_config import configure
 from agscl.runs import WrongOptions
 from agscl.tasks import Task
 

@@ -15,9 +15,9 @@ from agscl.cli import jobs as cli_jobs
 from agscl.cli.main import main
 from agscl.experiments import compare, jobs
 from agscl.experiments.compare import summarize_values
-from agscl.experiments.config import configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 from commands import finish_command, start_command
 from results import reproducible_part

@@ -21,7 +21,7 @@ import optuna
 
 from agscl.experiments import optuna_search as searching
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def score_near(best, name="lam"):

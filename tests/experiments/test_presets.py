@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from agscl.experiments.config import configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.presets import PRESETS
+from agscl.experiments.run_config import configure
 from agscl.experiments.studies import STUDIES, plan_study
 from agscl.reinforcement import PPOConfig
 

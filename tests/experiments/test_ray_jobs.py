@@ -216,7 +216,7 @@ def test_a_search_with_optuna_on_a_cluster_has_the_trials_of_local_processes(clu
 def test_jobs_on_gpus_need_a_node_that_has_as_many(cluster, environment, tmp_path):
     script = (
         "from dataclasses import replace; from pathlib import Path; from agscl.experiments import ray_jobs\n"
-        "from agscl.experiments.config import configure; from agscl.experiments.jobs import Job\n"
+        "from agscl.experiments.run_config import configure; from agscl.experiments.jobs import Job\n"
         f"config, folder = configure('digits', method='ewc'), Path({str(tmp_path)!r})\n"
         "for device, share in (('cuda', 0.25), ('cuda:1', 1.0)):\n"
         "    jobs = [Job(replace(config, device=device), folder / 'one')]\n"

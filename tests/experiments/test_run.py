@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from agscl.experiments import run as run_module
-from agscl.experiments.config import configure
 from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run_config import configure
 from agscl.runs import DifferentConfig, Run
 from agscl.runs.events import read_events
 

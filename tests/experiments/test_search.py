@@ -13,7 +13,7 @@ from agscl.methods import find_methods
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.runs import Run, RunError
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def test_an_axis_tries_the_base_value_and_its_multiples():

@@ -13,8 +13,8 @@ import torch
 from agscl.cli.main import main
 from agscl.experiments import aopc as aopc_module
 from agscl.experiments import studies
-from agscl.experiments.config import configure
 from agscl.experiments.presets import PRESETS
+from agscl.experiments.run_config import configure
 from agscl.experiments.studies import RHOS
 from agscl.training import TrainingConfig
 from run_files import edit_json

@@ -17,12 +17,11 @@ from agscl.fast.conv3x3 import (
     conv_relu_input,
     conv_relu_input_backward,
     conv_relu_input_forward,
-    sum_partials,
     supports_conv_relu_input,
     supports_layer,
     weight_grad_tiling,
 )
-from agscl.fast.torch_compile import TorchCompiledTrunk
+from agscl.fast.torch_compiled_trunk import TorchCompiledTrunk
 from small_networks import random_tensor, relative_error
 
 CPU = torch.device("cpu")
@@ -107,16 +106,6 @@ def test_the_custom_operators_are_registered_as_torch_expects(device):
     torch.library.opcheck(known.conv_relu_input_backward.default, (grad, x, y, 5))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "shape", [(1, 5), (512, 32), (37, 100), (128, 64, 3, 3, 32), (700, 20), (512, 864), (64, 1024)]
-)
-def test_partial_sums_are_added(device, shape):
-    partials = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    assert sum_partials(partials).shape == shape[1:]
-    torch.testing.assert_close(sum_partials(partials), partials.double().sum(0).float(), rtol=1e-4, atol=1e-4)
-
-
 def network():
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(32, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.Flatten()]
@@ -139,7 +128,7 @@ def test_a_network_with_rewritten_layers_uses_them_in_bfloat16_alone_and_is_as_e
 
     exact, _ = learned(nullcontext(), torch.float32)
     plain, none = learned(nullcontext())
-    other, some = learned(rewritten.enabled(full_batch=False))
+    other, some = learned(rewritten.use_compiled_forward(full_batch=False))
     assert none == []
     ours = [*["conv3x3_weight_grad"] * 3, "conv_relu_input_backward", "conv_relu_input_forward"]
     assert some == (ours if precision == torch.bfloat16 else [])

@@ -30,11 +30,11 @@ from agscl import (
     RWalk,
 )
 from agscl.fast import fused_layers
-from agscl.fast.engine import GraphEngine, Pieces, make_fast_engine
+from agscl.fast.fast_engine import GraphEngine, Pieces, make_fast_engine
 from agscl.fast.fused_layers import FusedTrunk, compile_chain
 from agscl.methods._agscl.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.system.tf32 import tf32_allowed
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
@@ -446,7 +446,7 @@ def test_a_pass_compiles_no_kernel_that_was_not_compiled_before_it(monkeypatch, 
         compile_chain(trunk.dense, torch.empty(32, 128, 4, 4, device="cuda", dtype=torch.bfloat16))
         compiled = []
         monkeypatch.setattr(knobs.compilation, "listener", lambda **found: compiled.append(found["metadata"]["name"]))
-        with FusedTrunk(trunk).enabled():
+        with FusedTrunk(trunk).use_fused_layers():
             monkeypatch.setattr(fused_layers, "compile_chain", lambda *_: None)
             output = trunk(x)
         if training:

@@ -14,16 +14,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agscl import AGSCL, EWC, HAT, SI, WSN, PackNet, Together
-from agscl.experiments.methods import METHODS
-from agscl.fast.compiled_trunk import CompiledTrunk
+from agscl.experiments.method_entries import METHODS
 from agscl.fast.cuda_graphs import GraphRunner
-from agscl.fast.engine import CompiledEngine, GraphEngine, Pieces, make_fast_engine
-from agscl.fast.torch_compile import TorchCompiledTrunk
+from agscl.fast.fast_engine import CompiledEngine, GraphEngine, Pieces, make_fast_engine
+from agscl.fast.fast_trunk import FastTrunk
+from agscl.fast.torch_compiled_trunk import TorchCompiledTrunk
 from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.methods.paper_agscl import PaperAGSCL
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import CompileFailed, PlainEngine, Trainer, TrainingConfig, TrainingFailed
 from agscl.training.engine import uses_cuda_graphs
@@ -31,7 +31,7 @@ from replayed_graphs import EagerEngine, ReplayingEngine, use_forms_for_a_gpu
 from small_networks import LayerByLayer
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 CAPTURED = [name for name, each in METHODS.items() if not each.is_bound and name != "trgp"]
 """Methods whose steps can be captured: in a task's first step TRGP chooses related tasks on the host."""
@@ -181,8 +181,9 @@ def test_a_trunk_of_torchs_own_containers_is_compiled_and_others_after_it_are_no
 def test_full_batches_are_compiled_and_the_last_one_and_validation_have_layers_rewritten_alone(monkeypatch, engine):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
-    full, enabled = [], TorchCompiledTrunk.enabled
-    monkeypatch.setattr(TorchCompiledTrunk, "enabled", lambda self, batch: full.append(batch) or enabled(self, batch))
+    full, use = [], TorchCompiledTrunk.use_compiled_forward
+    record = lambda self, batch: full.append(batch) or use(self, batch)  # noqa: E731
+    monkeypatch.setattr(TorchCompiledTrunk, "use_compiled_forward", record)
     trainer = make_trainer(FineTune, replace(QUICK, epochs=2, engine=engine, compile=True), tasks=TASKS[:1])
     finish(trainer)
     whole, rest = divmod(len(TASKS[0].train_y), QUICK.batch_size)
@@ -257,8 +258,8 @@ WITHOUT_COMPILER = """
 import sys
 import torch
 from agscl import PaperAGSCL, MultiHead
-from agscl.fast.compiled_trunk import CompiledTrunk
-from agscl.fast.engine import GraphEngine
+from agscl.fast.fast_trunk import FastTrunk
+from agscl.fast.fast_engine import GraphEngine
 from agscl.fast.split_adam import SplitAdam
 from agscl.networks.cifar import CifarTrunk
 from agscl.tasks import Task
@@ -267,7 +268,7 @@ from agscl.training import Trainer, TrainingConfig
 class EngineAsOnGpu(GraphEngine):
     def __init__(self, trainer):
         options = {"rewrite_layers": True, "bf16_channels_last": True}
-        super().__init__(trainer, CompiledTrunk(trainer.model.trunk, trainer.device, **options))
+        super().__init__(trainer, FastTrunk(trainer.model.trunk, trainer.device, **options))
 
     def make_optimizer(self):
         return SplitAdam(self.trainer.model.parameters(), lr=torch.tensor(1e-3), fused=True)
@@ -306,7 +307,7 @@ def test_what_torch_compiles_after_all_has_run_once_before_it_is_captured(monkey
     monkeypatch.setattr(GraphRunner, "_capture", capture)
 
     def engine(trainer):
-        made = GraphEngine(trainer, CompiledTrunk(trainer.model.trunk, trainer.device, **AS_ON_GPU))
+        made = GraphEngine(trainer, FastTrunk(trainer.model.trunk, trainer.device, **AS_ON_GPU))
         made.runner.stream = object()  # as on a GPU
         return made
 

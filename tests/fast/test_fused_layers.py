@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import fast
-from agscl.fast import conv3x3, fused_layers
+from agscl.fast import conv3x3, fused_layers, triton_support
 from agscl.fast.fused_layers import (
     FusedTrunk,
     LinearFunction,
@@ -112,7 +112,7 @@ def test_a_fused_network_is_as_exact_as_torchs_own_and_left_alone_in_float32(dev
     kind, shape = NETWORKS[name]
     trunk = kind().to(device, **CHANNELS_LAST).eval()
     x = random_tensor(*shape, device=device, dtype=torch.float32)
-    within = FusedTrunk(trunk, own_convolutions).enabled()
+    within = FusedTrunk(trunk, own_convolutions).use_fused_layers()
     exact = pass_through(copy.deepcopy(trunk).double(), x.double(), precision=torch.float64)
     plain, other = pass_through(trunk, x, precision=precision), pass_through(trunk, x, within, precision)
     for true, usual, new in zip(exact, plain, other, strict=True):
@@ -137,7 +137,7 @@ def test_each_pass_drops_other_nodes_drawn_by_torchs_generator(device):
 
     def outputs():
         torch.manual_seed(5)
-        with torch.no_grad(), fused.enabled(), torch.autocast(device, torch.bfloat16):
+        with torch.no_grad(), fused.use_fused_layers(), torch.autocast(device, torch.bfloat16):
             return trunk(x), trunk(x)
 
     first, second = outputs()
@@ -254,7 +254,7 @@ def test_without_triton_a_tensor_on_a_gpu_is_left_to_torch(monkeypatch):
 def test_what_comes_out_of_a_chain_may_be_changed_in_place_where_torch_allows_it(last):
     trunk = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), last).to(**CHANNELS_LAST)
     x = random_tensor(2, 16, 4, 4, device="cpu")
-    for within in (nullcontext(), FusedTrunk(trunk).enabled()):
+    for within in (nullcontext(), FusedTrunk(trunk).use_fused_layers()):
         with within, torch.autocast("cpu", torch.bfloat16):
             trunk(x).add_(1).sum().backward()
 
@@ -262,7 +262,7 @@ def test_what_comes_out_of_a_chain_may_be_changed_in_place_where_torch_allows_it
 @pytest.mark.parametrize("trunk", [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), small_network()])
 def test_an_empty_batch_gives_nothing_and_no_error(trunk):
     shape = (0, 4) if len(trunk) == 2 else (0, 1, 8, 8)
-    with FusedTrunk(trunk).enabled(), torch.autocast("cpu", torch.bfloat16):
+    with FusedTrunk(trunk).use_fused_layers(), torch.autocast("cpu", torch.bfloat16):
         output = trunk(torch.empty(shape))
         output.sum().backward()
     assert len(output) == 0
@@ -300,7 +300,7 @@ def launches(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "agscl.fast.triton_kernels", kernels)
     monkeypatch.setattr(fast, "triton_kernels", kernels, raising=False)
-    for module in (conv3x3, fused_layers):
+    for module in (conv3x3, fused_layers, triton_support):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
         monkeypatch.setattr(module, "autocasts_bf16", lambda x: True)
         monkeypatch.setattr(module, "HAS_TRITON", True)
@@ -317,7 +317,7 @@ def test_the_kernels_compiled_in_advance_are_those_that_a_pass_launches(launches
         compile_chain(trunk.dense, torch.empty(4, 128, 4, 4, dtype=torch.bfloat16), own_convolutions)
         compiled = set(launches)
         launches.clear()
-        with torch.autocast("cpu", torch.bfloat16), FusedTrunk(trunk, own_convolutions).enabled():
+        with torch.autocast("cpu", torch.bfloat16), FusedTrunk(trunk, own_convolutions).use_fused_layers():
             output = trunk(images)
             if training:
                 output.sum().backward()

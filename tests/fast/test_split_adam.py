@@ -6,7 +6,7 @@ from torch import nn
 
 from agscl import FineTune, MultiHead
 from agscl.fast import split_adam
-from agscl.system import bitwise
+from agscl.system import tensor_pieces
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig
 
@@ -19,7 +19,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_step_in_pieces_has_the_bits_of_torchs_own(monkeypatch, device, kind, layout, decay):
-    monkeypatch.setattr(bitwise, "MIN_PIECE", 64)
+    monkeypatch.setattr(tensor_pieces, "MIN_PIECE", 64)
     torch.manual_seed(0)
     mine = nn.Sequential(nn.Conv2d(4, 10, 3), nn.Conv2d(3, 10, 3), nn.Linear(90, 32), nn.Linear(33, 2)).to(device)
     mine.to(memory_format=layout)
@@ -97,9 +97,9 @@ def test_a_closure_is_called_and_a_scalers_overflow_skips_the_step_as_torch_does
 
 def test_a_gradient_laid_out_in_another_way_is_left_whole():
     parameter = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)
-    assert [len(pieces) for pieces in bitwise._split(4, parameter, parameter.contiguous())] == [1, 1]
-    assert [len(pieces) for pieces in bitwise._split(4, parameter, parameter.clone())] == [18, 18]
-    assert [len(pieces) for pieces in bitwise._split(4, parameter[:, ::2], parameter[:, ::2])] == [1, 1]
+    assert [len(pieces) for pieces in tensor_pieces._split(4, parameter, parameter.contiguous())] == [1, 1]
+    assert [len(pieces) for pieces in tensor_pieces._split(4, parameter, parameter.clone())] == [18, 18]
+    assert [len(pieces) for pieces in tensor_pieces._split(4, parameter[:, ::2], parameter[:, ::2])] == [1, 1]
 
 
 @pytest.mark.parametrize(("width", "pieces"), [(100, 3), (900, 100), (1102, 129), (2802, 129), (4000, 2), (1001, 2)])

@@ -82,7 +82,7 @@ def test_the_keys_of_the_compilers_cache_can_be_computed_in_advance():
 def test_torchs_compiler_can_still_join_small_kernels():
     from torch._inductor import config
 
-    assert hasattr(config, "combo_kernels"), "no option combo_kernels any more: adapt agscl/fast/torch_compile.py"
+    assert hasattr(config, "combo_kernels"), "no option combo_kernels any more: adapt torch_compiled_trunk.py"
 
 
 def test_triton_still_has_a_key():

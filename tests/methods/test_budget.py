@@ -19,12 +19,12 @@ from agscl.certificate import NEVER
 from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._agscl import budget as budgets
 from agscl.methods._agscl import node_pruner
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.testing import NETWORKS, OPTIMIZERS
 from loops import adam, bits, blobs, learn, mlp, same
 from replayed_graphs import use_forms_for_a_gpu
 
-quiet = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+quiet = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 EXAMPLE = torch.zeros(2, 16)
 
 

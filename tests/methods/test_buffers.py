@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from agscl import WSN, MultiHead, PackNet
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from loops import adam, blobs
 
 METHODS = [PackNet, WSN]

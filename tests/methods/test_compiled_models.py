@@ -10,7 +10,7 @@ from torch import nn
 from agscl import AGSCL, MultiHead
 from loops import adam, blobs
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def make_trunk(norm: bool) -> nn.Sequential:

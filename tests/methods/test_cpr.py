@@ -14,14 +14,14 @@ from agscl import AGSCL, EWC, WSN, MultiHead, cpr_loss
 from agscl.cli.main import main
 from agscl.cli.options import parse_settings, parse_settings_of_methods
 from agscl.experiments.compare import plan_comparison
-from agscl.experiments.config import RunConfig, configure
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.methods.finetune import FineTune
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from loops import blobs, make, mlp
 from trainers import QUICK, finish, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def test_the_term_is_beta_times_the_divergence_from_uniform_less_a_constant():

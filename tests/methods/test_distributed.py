@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from agscl import AGSCL, EWC, FineTune, MultiHead, PaperAGSCL
-from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method
+from agscl.methods._parts.warnings import SelfCheckWarning
 from loops import blobs, leave_process_group, make, mlp
 
 

@@ -11,7 +11,7 @@ METHOD = """
 from dataclasses import dataclass
 
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.memory import Memory
+from agscl.methods._parts.memory_forecast import Memory
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 
@@ -40,12 +40,12 @@ import agscl.methods
 
 agscl.methods.__path__.append(sys.argv[1])
 import agscl
-from agscl.analysis.memory import Outline, forecast_memory
 from agscl.cli.main import main
-from agscl.experiments.methods import get_entry
+from agscl.experiments.method_entries import get_entry
+from agscl.methods._parts.memory_forecast import Outline
 
 assert agscl.Newcomer.title == "Newcomer"
-assert forecast_memory("newcomer", Outline(), 1).counts["anchors"] == 7
+assert get_entry("newcomer").forecast_memory(Outline(), 1).counts["anchors"] == 7
 options = ["--method", "newcomer", "--epochs", "1", "--runs", sys.argv[2]]
 assert main(["run", "digits", *options, "--set", "strength=2"]) == 0
 assert main(["methods"]) == 0

@@ -14,7 +14,7 @@ from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, TRGP, WSN, LwF, MultiHead, 
 from loops import make
 from trainers import make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 METHODS = [AGSCL, EWC, GPM, HAT, L2, MAS, SI, TRGP, WSN, LwF, PackNet]
 FEW, MANY = 10, 50

@@ -15,8 +15,8 @@ from torch import nn
 from agscl import FineTune, MultiHead, NodeGraph, PaperAGSCL
 from agscl.methods._agscl.reinit import choose_groups
 from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.lifecycle import SelfCheckWarning
-from agscl.runs.checkpoints import hash_state
+from agscl.methods._parts.warnings import SelfCheckWarning
+from agscl.runs.nested_state import hash_state
 from loops import OneHead, adam, bits, blobs, learn, make, mlp, same
 
 SETTINGS = {"mu": 12, "lam": 1000, "rho": 0.3}

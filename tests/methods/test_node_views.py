@@ -15,7 +15,7 @@ from agscl.certificate import NEVER, verify
 from agscl.graph.rows import FlatRows, Rows
 from loops import adam, bits, blobs, learn, mlp, same
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 class Residual(nn.Module):

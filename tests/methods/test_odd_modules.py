@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from agscl import AGSCL, EWC, HAT, LwF, MultiHead, PaperAGSCL
 from agscl.graph import NodeGraphError
 from agscl.methods import find_methods
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.system import sums
 from loops import adam, blobs, learn, make, mlp
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 class CalledByKeyword(nn.Module):

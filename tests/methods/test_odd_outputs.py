@@ -11,7 +11,7 @@ from agscl import AGSCL, EWC, SPG, MultiHead, PackNet
 from agscl.methods._parts.recorded_outputs import concat_tensors
 from loops import adam, blobs, mlp
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 class Opaque:

@@ -36,10 +36,10 @@ from agscl import (
 )
 from agscl.graph.nodes import NodeGraph
 from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from loops import adam, bits, blobs, learn, make, mlp, same
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 EXAMPLE = torch.zeros(2, 16)
 ALL = [PaperAGSCL, EWC, SI, RWalk, HAT, PackNet, WSN, LwF, FineTune]
@@ -224,7 +224,7 @@ def test_methods_copied_together_in_the_middle_of_a_task_go_on_as_the_originals(
     assert same(bits(model), bits(twin))
 
 
-@pytest.mark.filterwarnings("error::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("error::agscl.methods._parts.warnings.SelfCheckWarning")
 def test_a_method_copied_without_the_optimizer_that_steps_warns_when_the_epoch_ends():
     model = build()
     method, optimizer = L2(model, lam=10), adam(model)
@@ -239,7 +239,7 @@ def test_a_method_copied_without_the_optimizer_that_steps_warns_when_the_epoch_e
         unpickled[2].end_epoch()
 
 
-@pytest.mark.filterwarnings("error::agscl.methods._parts.lifecycle.SelfCheckWarning")
+@pytest.mark.filterwarnings("error::agscl.methods._parts.warnings.SelfCheckWarning")
 def test_a_method_copied_at_the_end_of_a_task_may_end_it_without_a_warning():
     model = build()
     method, optimizer = L2(model, lam=10), adam(model)

@@ -13,7 +13,7 @@ from torch import nn
 from agscl import MultiHead, PaperAGSCL
 from agscl.certificate import NEVER
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 MU, LAM, RHO, ETA = 16.0, 5.0, 0.5, 0.9
 TASKS, EPOCHS, BATCH = 4, 8, 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agscl import AGSCL, EWC, HAT, WSN, FineTune, MultiHead, PackNet
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from loops import adam, bits, learn, make, mlp
 
 KINDS = [AGSCL, EWC, HAT, PackNet, WSN]

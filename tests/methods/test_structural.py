@@ -24,10 +24,11 @@ from torch.utils.checkpoint import checkpoint
 import agscl
 from agscl import EWC, GPM, HAT, SPG, TRGP, WSN, FineTune, Frozen, LwF, MultiHead, PackNet, PaperAGSCL, Together
 from agscl.experiments.presets import PRESETS
-from agscl.methods._parts.lifecycle import Method, SelfCheckWarning
+from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.subspaces import extend_basis, extract_inputs, project
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.networks import NETWORKS
-from agscl.runs.checkpoints import flatten_state, hash_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, hash_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, derive_seed
 from loops import OneHead, bits, blobs, leave_process_group, make, mlp, same
@@ -41,7 +42,7 @@ OPTIMIZERS = {
 }
 EPOCHS = 6
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def fresh(cls: type[Method], optimizer="adam", seed=0, **settings):

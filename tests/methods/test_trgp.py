@@ -27,7 +27,7 @@ OPTIMIZERS = {
 }
 X = torch.cat([x for x, _ in blobs(0)])
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def fresh(kind=TRGP, optimizer="adam", trunk=None, **settings):

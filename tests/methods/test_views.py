@@ -18,7 +18,7 @@ from torch.func import functional_call
 from agscl import AGSCL, EWC, GPM, HAT, TRGP, WSN, Frozen, LwF, MultiHead, PackNet, Together
 from loops import adam, bits, blobs, make, mlp, same
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 KINDS = {
     "HAT": (HAT, {}),

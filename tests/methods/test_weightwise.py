@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from agscl import AGSCL, EWC, L2, MAS, SI, WSN, FineTune, MultiHead, PackNet, RWalk, Together, tasks
 from agscl.methods._parts import sample_gradients as importance
 from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.methods.ewc import sample_classes
 from agscl.networks.mlp import MLP
 from loops import OneHead, adam, bits, blobs, learn, make, mlp, same

@@ -19,13 +19,13 @@ import agscl.methods._parts.batches as batches_module
 from agscl import AGSCL, EWC, GPM, HAT, L2, MAS, SI, TRGP, WSN, LwF, MultiHead, PackNet, PaperAGSCL, RWalk, Together
 from agscl.graph.nodes import NodeGraphError
 from agscl.methods import find_methods
-from agscl.methods._parts.lifecycle import SelfCheckWarning
 from agscl.methods._parts.node_method import NodeMethod
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.training import TrainingConfig
 from loops import adam, bits, blobs, make, mlp, same
 
 METHODS = [*find_methods().values()]
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 def fresh(cls=AGSCL, make_trunk=mlp, **settings):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agscl import WSN, MultiHead
 from agscl.methods.wsn import choose_largest, pack_masks, unpack_masks
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from loops import bits, blobs, learn, mlp
 from trainers import QUICK, finish, make_trainer
 

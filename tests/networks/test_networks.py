@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from agscl import MultiHead, NodeGraph
-from agscl.data.remote import RemoteFile
+from agscl.data.remote_file import RemoteFile
 from agscl.networks import NETWORKS, WeightsError, alexnet
-from agscl.networks.weights import download_weights, find_weights, load_weights
+from agscl.networks.pretrained_weights import download_weights, find_weights, load_weights
 
 COUNTS = {  # nodes, weights
     "mlp": (128, 8_320),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 
 HOME = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ def test_variants_are_held_against_the_papers_form_on_the_same_seeds(benchmark, 
 def test_each_piece_of_the_fast_path_is_timed_with_and_without(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
     fast_pieces = importlib.import_module("fast_pieces")
-    monkeypatch.setattr(importlib.import_module("agscl.fast.engine"), "PIECES", None)  # which a run sets
+    monkeypatch.setattr(importlib.import_module("agscl.fast.fast_engine"), "PIECES", None)  # which a run sets
     caches = []
 
     def run_here(name, device, epochs, tiny, cache):  # a process each would take a minute

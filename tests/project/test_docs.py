@@ -14,7 +14,7 @@ import torch
 
 from agscl import MAS, MultiHead, NodeGraph
 from agscl.graph import NodeGraphError
-from agscl.methods._parts.memory import Outline
+from agscl.methods._parts.memory_forecast import Outline
 from agscl.testing import check_method
 
 HOME = Path(__file__).parents[2]
@@ -193,7 +193,7 @@ def test_the_method_in_the_guide_for_contributors_is_complete(tmp_path, monkeypa
     (tmp_path / "pull.py").write_text(guide.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     method = importlib.import_module("pull").Pull
-    check_method(method, {"strength": 1.0}, min_saved=None, checks=("memory", "close", "heads"))
+    check_method(method, {"strength": 1.0}, min_avoided=None, checks=("memory", "close", "heads"))
 
     model = MultiHead(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()))
     model.add_head("one", 2)

@@ -17,7 +17,7 @@ from agscl.methods.finetune import FineTune
 from agscl.methods.si import SI
 from agscl.reinforcement.environments import GymEnvironments
 from agscl.reinforcement.sequences import load_environments
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.training import TrainingFailed
 from small_agents import QUICK, finish, learn_task, make_agent, make_tasks
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from agscl.certificate import NEVER, Certificate, Layout
-from agscl.experiments.config import configure
-from agscl.experiments.run import certificate_path, node_record_path
+from agscl.experiments.certificate_chain import certificate_path, node_record_path
+from agscl.experiments.run_config import configure
 from agscl.runs import Run
 
 ALEXNET = {"features.0": 96, "features.3": 256, "features.6": 384, "features.8": 384, "features.10": 256,

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vl_convert", reason="pages need the extra report: pip install 'agscl[report]'")
 
 from agscl.report import read_report, write_page
-from agscl.report.read import add_provenance
+from agscl.report.provenance import add_provenance
 from report.browser import Browser, find_chromium, keep_screenshot, time_slider
 from report.small_runs import write_comparison, write_large_run
 

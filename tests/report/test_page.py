@@ -17,14 +17,15 @@ pytest.importorskip("vl_convert", reason="pages need the extra report: pip insta
 
 from agscl.certificate import Certificate
 from agscl.cli.main import main
-from agscl.experiments.run import certificate_path
+from agscl.experiments.certificate_chain import certificate_path
 from agscl.experiments.studies import RHOS
 from agscl.report import NothingToShow, make_page, read_report, vega
+from agscl.report.csv_tables import list_rows
+from agscl.report.headline import make_verdict
 from agscl.report.page import MAX_BYTES, pack_text
-from agscl.report.read import add_provenance, read_run
-from agscl.report.tables import list_rows
-from agscl.report.words import judge
-from agscl.runs.folder import read_result
+from agscl.report.provenance import add_provenance
+from agscl.report.read import read_run
+from agscl.runs.run_folder import read_result
 from report.small_runs import write_comparison, write_large_run
 from run_files import edit_json
 
@@ -128,7 +129,7 @@ def test_data_within_a_script_element_cannot_end_it():
 def test_nodes_that_moved_are_counted_by_the_task_that_took_them(tmp_path, without_pictures):
     folder = write_large_run(tmp_path / "run", {"conv": 30, "fc": 100}, 6, moves=True)
     report = read_report([folder])
-    assert judge(report).tone == "plain"
+    assert make_verdict(report).tone == "plain"
     text = read_text(make_page(report))
     moved = sum(len(one.moved) for one in report.detail.certificates)
     assert moved
@@ -153,7 +154,7 @@ def test_an_unfinished_run_says_how_far_it_is(run, without_pictures):
     (run / "events.jsonl").write_bytes(b"".join(log[:-9]))
     report = read_report([run])
     text = read_text(make_page(report))
-    assert judge(report).tone == "wait"
+    assert make_verdict(report).tone == "wait"
     assert "not finished" in text
     assert "This run is not finished: task" in text
     assert "So far, AGS-CL has learned 3 of 5 tasks" in text
@@ -213,7 +214,7 @@ def test_a_result_that_was_edited_is_shown_with_a_warning(run, without_pictures)
     report = read_report([run])
     add_provenance(report, [run])
     assert any("does not match its checksum" in problem for problem in report.problems)
-    assert judge(report).tone == "bad"
+    assert make_verdict(report).tone == "bad"
 
 
 def test_weights_that_are_not_the_certified_ones_are_said_first(run):
@@ -223,7 +224,7 @@ def test_weights_that_are_not_the_certified_ones_are_said_first(run):
     edit_json(run / "result.json", change)
     report = read_report([run])
     add_provenance(report, [run])
-    verdict = judge(report)
+    verdict = make_verdict(report)
     assert (verdict.tone, verdict.badge) == ("bad", "check failed")
     assert verdict.sentence.startswith("According to its files, AGS-CL learned 5 tasks")
     assert "guaranteed" not in " ".join(verdict.details)
@@ -232,7 +233,7 @@ def test_weights_that_are_not_the_certified_ones_are_said_first(run):
 
 def test_a_run_whose_weights_could_not_be_checked_is_not_called_proven(run):
     report = read_report([run])
-    verdict = judge(report)
+    verdict = make_verdict(report)
     assert (verdict.tone, verdict.badge) == ("plain", "not checked")
     assert "But the stored weights were not checked against the certificates." in verdict.details
 
@@ -240,9 +241,9 @@ def test_a_run_whose_weights_could_not_be_checked_is_not_called_proven(run):
 def test_a_run_in_which_nodes_moved_once_is_not_called_proven_though_the_last_task_moved_none(run):
     report = read_report([run])
     add_provenance(report, [run])
-    assert judge(report).badge == "proven"
+    assert make_verdict(report).badge == "proven"
     report.detail.certificates[2] = replace(report.detail.certificates[2], moved=[3])
-    assert judge(report).badge == "measured"
+    assert make_verdict(report).badge == "measured"
 
 
 def test_the_verdict_of_a_method_without_certificates_says_that_nothing_is_proven(tmp_path):
@@ -250,7 +251,7 @@ def test_the_verdict_of_a_method_without_certificates_says_that_nothing_is_prove
     assert main([*words, "--runs", str(tmp_path)]) == 0
     report = read_report([tmp_path / "plain"])
     add_provenance(report, [tmp_path / "plain"])
-    verdict = judge(report)
+    verdict = make_verdict(report)
     assert verdict.badge == "measured"
     forgetting = read_result(tmp_path / "plain")["methods"]["finetune"]["forgetting"]
     assert forgetting > 0
@@ -261,12 +262,12 @@ def test_the_verdict_of_a_method_without_certificates_says_that_nothing_is_prove
 def test_a_comparison_says_that_nothing_was_forgotten_only_where_that_is_exact(tmp_path):
     folder = write_comparison(tmp_path / "compared", ["agscl", "finetune"], 2, tasks=3)
     report = read_report([folder])
-    assert "forgot nothing" not in judge(report).sentence
+    assert "forgot nothing" not in make_verdict(report).sentence
     for outcome in report.ranked[0].outcomes:
         outcome.accuracies = [[0.99], [0.99, 0.98], [0.99, 0.98, 0.97]]
-    assert judge(report).sentence.endswith(", and forgot nothing.")
+    assert make_verdict(report).sentence.endswith(", and forgot nothing.")
     report.ranked[0].outcomes[0].accuracies[2][0] -= 1e-9
-    assert "forgot nothing" not in judge(report).sentence
+    assert "forgot nothing" not in make_verdict(report).sentence
 
 
 def test_seeds_with_tasks_of_their_own_are_nothing_that_is_missing(tmp_path, without_pictures):
@@ -356,7 +357,7 @@ def test_a_comparison_shows_methods_over_seeds_with_bands(tmp_path, without_pict
     assert {line.label: line.seeds for line in report.lines} == {
         title: [0, 1, 2] for title in ("AGS-CL", "EWC", "fine-tuning")
     }
-    verdict = judge(report)
+    verdict = make_verdict(report)
     assert "Of 3 methods, AGS-CL has the highest average accuracy over 3 seeds" in verdict.sentence
     data = read_data(make_page(report))
     values = data["charts"]["average"]["data"]["values"]
@@ -378,7 +379,7 @@ def test_methods_that_learned_fewer_tasks_are_shown_but_not_ranked(tmp_path, wit
         (folder / name / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     report = read_report([folder])
     assert [line.label for line in report.ranked] == ["EWC", "fine-tuning"]  # AGS-CL has the highest average, of one
-    verdict = judge(report)
+    verdict = make_verdict(report)
     assert verdict.sentence.startswith("So far, after 3 of 4 tasks: of 2 methods, EWC has the highest average accuracy")
     assert verdict.details[-1] == "Not compared yet, having learned fewer tasks: AGS-CL (after 1 task)."
     page = make_page(report)
@@ -429,7 +430,7 @@ def test_every_csv_file_names_the_method_and_the_seed_of_its_rows(digits, tmp_pa
 
 
 def test_names_in_csv_files_are_no_formulas(tmp_path):
-    from agscl.report.tables import write_tables
+    from agscl.report.csv_tables import write_tables
 
     folder = write_large_run(tmp_path / "run", {"fc": 20}, 2, names=["=1+1", "@x"])
     write_tables(read_report([folder]), tmp_path / "csv")

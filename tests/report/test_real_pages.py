@@ -13,12 +13,12 @@ from torch import Tensor, nn
 pytest.importorskip("vl_convert", reason="pages need the extra report: pip install 'agscl[report]'")
 
 from agscl.cli.main import main
-from agscl.experiments.config import configure
 from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
 from agscl.networks import NETWORKS
 from agscl.report import read_report, write_page
-from agscl.report.read import add_provenance
-from agscl.report.words import judge
+from agscl.report.headline import make_verdict
+from agscl.report.provenance import add_provenance
 from agscl.runs import Run, checkpoints
 from report.browser import Browser, find_chromium, keep_screenshot, time_slider
 
@@ -165,7 +165,7 @@ def test_the_slider_over_fifty_learned_tasks_answers_within_50_ms(browser, pages
 def test_the_verdict_of_fifty_learned_tasks_is_proven(wide):
     report = read_report([wide])
     add_provenance(report, [wide])
-    verdict = judge(report)
+    verdict = make_verdict(report)
     assert verdict.badge == "proven"
     assert "learned 50 tasks" in verdict.sentence
     assert "forgot nothing" in verdict.sentence

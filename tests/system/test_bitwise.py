@@ -13,7 +13,8 @@ from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import FlatRows, Rows
 from agscl.methods._agscl.proximal import group_norms, pull, shrink
 from agscl.networks.cifar import CifarTrunk
-from agscl.system.bitwise import as_bits, concat_pieces, copy_where_, mask_bits_, split_pieces, zero_where_
+from agscl.system.bitwise import as_bits, copy_where_, mask_bits_, zero_where_
+from agscl.system.tensor_pieces import concat_pieces, split_pieces
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 ODD = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -3.5]

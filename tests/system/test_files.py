@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from agscl.system.files import encode_json, lock_file, write_atomically, write_if_changed
+from agscl.system.files import lock_file, write_atomically, write_if_changed
 
 HOLD = """
 import sys, time
@@ -79,10 +79,6 @@ def test_a_file_that_holds_the_same_already_is_not_written_again(tmp_path):
     assert path.stat().st_mtime == 1
     write_if_changed(path, b"two")
     assert path.read_bytes() == b"two"
-
-
-def test_infinite_numbers_become_strings_in_json():
-    assert encode_json({"a": [float("inf"), 1.5]}, indent=None) == b'{"a": ["inf", 1.5]}\n'
 
 
 def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import small_images
 from agscl import tasks
 from agscl.cli import main as cli
 from agscl.experiments.build import build_model
-from agscl.experiments.config import configure
 from agscl.experiments.presets import PRESETS
+from agscl.experiments.run_config import configure
 from agscl.tasks.digits import read_digits
 from agscl.training import Trainer
 from real_data import REAL_DATA, needs_dataset

@@ -16,7 +16,7 @@ from pyarrow import parquet
 import small_images
 from agscl import tasks
 from agscl.experiments.build import build_model
-from agscl.experiments.config import configure
+from agscl.experiments.run_config import configure
 from agscl.training import Trainer
 from real_data import REAL_DATA, needs_dataset
 

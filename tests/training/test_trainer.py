@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from agscl import AGSCL, PackNet
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.heads import MultiHead
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods.finetune import FineTune
 from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.runs import hash_state
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.tasks import Task
 from agscl.training import Trainer, TrainingConfig, TrainingFailed, derive_seed
 from trainers import QUICK, TASKS, finish, make_scripted_trainer, make_task, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.lifecycle.SelfCheckWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::agscl.methods._parts.warnings.SelfCheckWarning")
 
 
 @pytest.mark.parametrize("method", [FineTune, PaperAGSCL])

@@ -1,1 +1,1 @@
-"""What a run shows: metrics, memory, and which nodes matter."""
+"""What a run shows: metrics, and which nodes matter."""

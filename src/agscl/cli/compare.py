@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from agscl.cli.errors import DONE, FAILED, value_errors_as_usage_errors
 from agscl.cli.folders import check_group_folder, choose_folder_name
@@ -31,6 +32,9 @@ from agscl.cli.options import (
     parse_settings_of_methods,
 )
 from agscl.cli.report import write_page_at_end
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def compare(
@@ -70,9 +74,8 @@ def compare(
         set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set ewc.lam=400.
     """
     from agscl.cli.console import print_line
-    from agscl.cli.tables import print_comparison
     from agscl.experiments.compare import add_finished_runs, collect_comparison, plan_comparison, store_comparison
-    from agscl.experiments.methods import METHODS, REFERENCE, get_entry
+    from agscl.experiments.method_entries import METHODS, REFERENCE, get_entry
     from agscl.experiments.presets import get_preset
 
     check_loggers(log)
@@ -111,3 +114,49 @@ def compare(
     print_line(f"\nstored in {stored}")
     write_page_at_end(folder)
     return FAILED if errors else DONE
+
+
+def print_comparison(collected: Mapping[str, Any]) -> None:
+    """Print the end of `agscl compare`: methods in the order of the paper's table."""
+    from agscl.cli.console import console, print_line
+    from agscl.cli.tables import TITLES, format_mean, make_table
+
+    seeds = max(len(row["seeds"]) for row in collected.values())
+    table = make_table(
+        f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed",
+        "method",
+        "average score, %" if any("scores" in row for row in collected.values()) else "average acc., %",
+        "plasticity",
+        "stability",
+        "forgetting, %",
+    )
+    for name, row in collected.items():
+        suffix = "" if len(row["seeds"]) == seeds else f" ({len(row['seeds'])} seeds)"
+        table.add_row(
+            TITLES[name] + suffix,
+            format_mean(row["average_accuracy"], 100, 1),
+            format_mean(row["plasticity"], 1, 3),
+            format_mean(row["stability"], 1, 3),
+            format_mean(row["forgetting"], 100, 1),
+        )
+    console.print()
+    console.print(table)
+    if all("accumulated_reward" in row for row in collected.values()):
+        console.print()
+        console.print(_make_rewards_table(collected))
+        if left_out := dict.fromkeys(
+            task for row in collected.values() for some in row["not_accumulated"] for task in some
+        ):
+            print_line(
+                f"not in the accumulated reward of a seed where fine-tuning did not learn it: {', '.join(left_out)}"
+            )
+
+
+def _make_rewards_table(collected: Mapping[str, Any]) -> Table:
+    from agscl.cli.tables import TITLES, format_mean, make_table
+
+    table = make_table("Agents", "method", "accumulated reward", "forward transfer, %")
+    for name, row in collected.items():
+        reward, transfer = format_mean(row["accumulated_reward"], 1, 2), format_mean(row["forward_transfer"], 100, 1)
+        table.add_row(TITLES[name], reward, transfer)
+    return table

@@ -32,7 +32,7 @@ def data(
     from agscl.cli.console import print_line
     from agscl.data.catalogue import DATASETS
     from agscl.data.datasets import data_folders, find_dataset
-    from agscl.data.encoded_images import require_image_libraries
+    from agscl.data.image_libraries import require_image_libraries
 
     if action == "list":
         if names:

@@ -15,7 +15,7 @@ from agscl.cli.errors import UsageError
 
 
 def choose_folder_name(prefix: str, device: str, changes: Mapping[str, Any]) -> str:
-    """The default name: `prefix`, a device other than cpu, and a hash of the changed settings."""
+    """The default name of a command's folder: `prefix`, a device other than cpu, a hash of the changed settings."""
     name = prefix
     if device != "cpu":
         name += f"-{device.replace(':', '')}"
@@ -44,7 +44,7 @@ def _check_folder_name(folder: Path, runs: Path) -> None:
 
 
 def find_run(runs: Path, name: str) -> Path:
-    """The folder of the run of this name, or at this path."""
+    """The folder that a command's RUN stands for: that of the run of this name, or at this path."""
     from agscl.runs import Run
 
     for folder in (runs / name, Path(name)):

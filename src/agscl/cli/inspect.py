@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from agscl.cli.errors import DONE, UsageError
 from agscl.cli.folders import find_run
 from agscl.cli.options import Runs, check_at_least_one, describe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agscl.methods._parts.memory_forecast import Memory
 
 
 def inspect(
@@ -45,11 +52,11 @@ def inspect(
         heads: Name of the module that holds your model's own heads, e.g. classifier.
         exclude: Names of layers to leave out of the nodes.
     """
-    from agscl.analysis.memory import Memory, Outline, forecast_memory
     from agscl.cli.console import print_line
-    from agscl.cli.tables import print_memory
+    from agscl.experiments.method_entries import METHODS
     from agscl.graph.nodes import NodeGraph, NodeGraphError
     from agscl.methods import find_methods
+    from agscl.methods._parts.memory_forecast import Memory, Outline
 
     check_at_least_one("--tasks", tasks)
     model, example, result = _load_model(what, input_shape, heads, runs)
@@ -77,11 +84,13 @@ def inspect(
         ) from error
     print_line(str(graph))
     if result is None:
-        print_memory({name: forecast_memory(name, outline, tasks or 10) for name in find_methods()}, tasks or 10)
+        print_memory(
+            {name: METHODS[name].forecast_memory(outline, tasks or 10) for name in find_methods()}, tasks or 10
+        )
         return DONE
     method, settings = result["config"]["method"], _list_settings(result["config"])
     learned = len(result["tasks"])
-    forecasts = {name: forecast_memory(name, outline, learned, settings.get(name)) for name in find_methods()}
+    forecasts = {name: METHODS[name].forecast_memory(outline, learned, settings.get(name)) for name in find_methods()}
     if method in find_methods():
         print_memory(forecasts, learned, (method, Memory(result["methods"][method]["memory"])))
     else:
@@ -106,9 +115,9 @@ def _load_model(
     """The model, an example input and, for a run, its result."""
     import torch
 
+    from agscl.experiments.command_lines import make_resume_command
     from agscl.networks import NETWORKS
     from agscl.runs import is_finished, read_result
-    from agscl.runs.folder import write_resume_command
 
     if ":" in what:
         return *_load_own_model(what, input_shape), None
@@ -121,7 +130,7 @@ def _load_model(
             )
         folder = find_run(runs, what)
         if not is_finished(folder):
-            raise UsageError(f"{folder} is not finished. Finish it with: {write_resume_command(folder)}")
+            raise UsageError(f"{folder} is not finished. Finish it with: {make_resume_command(folder)}")
         result = read_result(folder)
         network = result["config"]["network"]
         options = {key: value for key, value in result["config"]["network_options"].items() if key != "weights"}
@@ -212,3 +221,49 @@ def _advise_on_output_layer(factory: str, input_shape: tuple[int, ...], model: A
         f"{name} is the model's output layer, without a ReLU after it: it is a head, not a layer of nodes. "
         f"Name it so: agscl inspect {factory}{shape} --heads {name}"
     )
+
+
+def print_memory(forecasts: Mapping[str, Memory], tasks: int, run: tuple[str, Memory] | None = None) -> None:
+    """Print what `agscl inspect` shows of memory: what every method stores for a model, and AGS-CL beside EWC.
+
+    `run` is a run's method and what it reported itself.
+    """
+    from agscl.cli.console import console, print_line
+    from agscl.cli.memory_table import list_memory_notes, make_memory_table
+    from agscl.cli.tables import TITLES
+
+    by_title = {TITLES[name]: memory for name, memory in forecasts.items()}
+    if run is not None:
+        by_title = {"this run": run[1], **by_title}
+    console.print()
+    title = f"Numbers stored between tasks, after {tasks} task{'s' if tasks > 1 else ''}"
+    console.print(make_memory_table(title, by_title))
+    if run is not None:
+        print_line(f"this run: {TITLES[run[0]]}, as it reported itself at its end")
+    for line in list_memory_notes(by_title):
+        print_line(line)
+    agscl = run[1] if run and run[0] == "agscl" else forecasts["agscl"]
+    if not agscl.counts.get("start"):
+        count = forecasts["agscl"].counts["anchors"]
+        print_line(f"with reinit_from=start AGS-CL also stores {count:,} initial weights")
+    console.print()
+    console.print(_make_ewc_comparison(forecasts["ewc"], agscl))
+
+
+def _make_ewc_comparison(ewc: Memory, agscl: Memory) -> Table:
+    """What the paper's text counts, what its figure must count, and everything stored."""
+    from agscl.cli.tables import make_table
+
+    is_bound = "anchors" in agscl.upper_bounds
+    table = make_table("AGS-CL compared with EWC", "", "EWC", "AGS-CL", "")
+    for label, ewc_count, agscl_count, at_least in (
+        ("importances", ewc.importances, agscl.importances, False),
+        ("importances, with EWC's anchors", ewc.total, agscl.importances, False),
+        ("everything stored", ewc.total, agscl.total, is_bound),
+    ):
+        ratio = ewc_count / max(1, agscl_count)
+        rounded_down = f"{ratio:,.0f}" if ratio >= 10 else f"{math.floor(100 * ratio) / 100:.2f}"
+        bound = "≤" if at_least else ""
+        times = f"{'≥ ' if at_least else ''}{rounded_down} ×"
+        table.add_row(label, f"{ewc_count:,}", f"{bound}{agscl_count:,}", times)
+    return table

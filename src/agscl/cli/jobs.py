@@ -36,7 +36,7 @@ def run_jobs_with_progress(
     from agscl.cli.console import print_line
     from agscl.cli.progress import JobsProgress
     from agscl.experiments.jobs import run_jobs
-    from agscl.experiments.methods import METHODS
+    from agscl.experiments.method_entries import METHODS
     from agscl.experiments.run import Interrupted
 
     check_checkpoint_every(checkpoint_every)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import io
-import os
 import sys
 import warnings
 
-from agscl.cli.errors import DONE, FAILED, STOPPED, WRONG_USE, UsageError
+from agscl.cli.errors import DONE, FAILED, STOPPED, WRONG_USE, UsageError, report_error
 from agscl.cli.signals import record_interrupts
-from agscl.system.process import exit_at_once, find_torchrun_rank
+from agscl.system.process import exit_at_once
+from agscl.system.torchrun import find_torchrun_rank
 
 NEEDED = ("tyro", "rich", "safetensors", "sklearn")
 
@@ -102,35 +102,3 @@ def run_command(arguments: list[str]) -> int:
                 args=fill_in_bare_resume(arguments),
             )
         )
-
-
-def report_error(error: Exception) -> int:
-    """Print an error that a user can do something about, and return its exit code; raise any other again."""
-    if isinstance(error, BrokenPipeError):  # whoever read the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    if isinstance(error, UsageError):
-        return _print_error(error, WRONG_USE)
-
-    from agscl.cli.console import print_line
-    from agscl.experiments.run import Interrupted
-    from agscl.networks import WeightsError
-    from agscl.runs import DifferentConfig, RunError, WrongOptions
-    from agscl.tasks import DataError
-
-    if isinstance(error, Interrupted):  # of several runs
-        print_line("Stopped; checkpoints are stored. The same command continues.")
-        return STOPPED
-    if isinstance(error, WrongOptions | DifferentConfig | DataError | WeightsError):
-        return _print_error(error, WRONG_USE)
-    if isinstance(error, RunError):
-        return _print_error(error, FAILED)
-    if isinstance(error, OSError):  # a folder that cannot be written, a full disk
-        path = f"{error.filename}: " if error.filename else ""
-        return _print_error(f"{path}{error.strerror or error}", FAILED)
-    raise error
-
-
-def _print_error(error: Exception | str, exit_code: int) -> int:
-    print(f"agscl: {error}", file=sys.stderr)
-    return exit_code

@@ -103,7 +103,7 @@ def collect_changes(
 
     --set is stronger than --fast. `by_option` has options with their values, None where one was not used.
     """
-    from agscl.experiments.config import get_fast_settings
+    from agscl.experiments.presets import get_fast_settings
 
     used = {name: value for name, value in by_option.items() if value is not None}
     if twice := [name for name in used if name in by_set]:
@@ -119,7 +119,7 @@ def collect_changes(
 
 def parse_settings(method: str, pairs: Sequence[str], preset: str) -> dict[str, Any]:
     """What `--set KEY=VALUE ...` says for a method, each value in the type of its setting."""
-    from agscl.experiments.config import list_settings
+    from agscl.experiments.run_config import list_settings
 
     with value_errors_as_usage_errors():
         types = list_settings(method, preset)
@@ -138,8 +138,8 @@ def parse_settings_of_methods(
     methods: Sequence[str], pairs: Sequence[str], preset: str
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """What `--set` says for several methods: settings of training (KEY=VALUE), and of methods (METHOD.KEY=VALUE)."""
-    from agscl.experiments.config import list_settings
-    from agscl.experiments.methods import METHODS, REFERENCE
+    from agscl.experiments.method_entries import METHODS, REFERENCE
+    from agscl.experiments.run_config import list_settings
 
     method_settings: dict[str, dict[str, Any]] = {}
     training_pairs = []
@@ -179,7 +179,7 @@ def check_at_least_one(option: str, value: int | None) -> None:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise `UsageError` where a logger's package is missing."""
+    """Raise `UsageError` where the package of a logger, named by the option --log, is missing."""
     titles = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "W&B"}
     for name in names:
         if not importlib.util.find_spec(name):
@@ -192,7 +192,7 @@ def check_checkpoint_every(seconds: float) -> None:
 
 
 def parse_setting(kind: Any, name: str, text: str) -> Any:
-    """The value of a setting of type `kind`, as a person wrote it."""
+    """The value of a setting of type `kind`, as a person wrote it after the option --set."""
     for one in _split_union(kind):
         if typing.get_origin(one) is Literal:
             for value in typing.get_args(one):

@@ -32,7 +32,7 @@ def play(
         steps: Record at most this many steps of an episode.
     """
     from agscl.cli.console import print_line
-    from agscl.experiments.play import load_agent
+    from agscl.experiments.stored_agent import load_agent
     from agscl.reinforcement.recording import MAX_BYTES
 
     check_at_least_one("--steps", steps)

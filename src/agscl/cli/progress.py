@@ -13,12 +13,12 @@ from rich.text import Text
 
 from agscl.cli.console import console, print_line
 from agscl.cli.tables import format_percent
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run import list_trained_methods
 
 if TYPE_CHECKING:
-    from agscl.experiments.config import RunConfig
     from agscl.experiments.jobs import Job
+    from agscl.experiments.run_config import RunConfig
 
 
 LINE_INTERVAL = 10.0
@@ -165,7 +165,7 @@ class JobsProgress(_TrainingBars):
 
 
 class DownloadProgress(_Bars):
-    """Of one file: a bar, or a line when it is complete."""
+    """Of one file that a command downloads: a bar, or a line when it is complete."""
 
     def __init__(self, name: str, total: int) -> None:
         super().__init__(

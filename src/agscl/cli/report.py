@@ -43,9 +43,10 @@ def report(
     """
     from agscl.cli.console import print_line
     from agscl.report import NothingToShow, vega, write_page
+    from agscl.report.csv_tables import write_tables
     from agscl.report.page import PAGE, write_figures
-    from agscl.report.read import add_provenance, read_report
-    from agscl.report.tables import write_tables
+    from agscl.report.provenance import add_provenance
+    from agscl.report.read import read_report
 
     if not vega.is_available():
         raise UsageError(vega.ADVICE)
@@ -111,7 +112,7 @@ def watch(
 
 
 def find_shown(runs: Path, name: str) -> Path:
-    """The run, comparison or file of this name, or at this path."""
+    """What `agscl report` is to show: the run, comparison or file of this name, or at this path."""
     for path in (runs / name, Path(name)):
         if path.exists():
             return path
@@ -133,7 +134,8 @@ def write_page_at_end(folder: Path) -> None:
             print_line(f"page         not written: {vega.ADVICE}")
             return
         from agscl.report.page import PAGE, write_page
-        from agscl.report.read import add_provenance, read_report
+        from agscl.report.provenance import add_provenance
+        from agscl.report.read import read_report
 
         made = read_report([folder])
         add_provenance(made, [folder])

@@ -38,10 +38,10 @@ from agscl.cli.options import (
 )
 from agscl.cli.report import write_page_at_end
 from agscl.cli.signals import catch_stop_signals
-from agscl.system.process import find_torchrun_rank
+from agscl.system.torchrun import find_torchrun_rank
 
 if TYPE_CHECKING:
-    from agscl.experiments.config import RunConfig
+    from agscl.experiments.run_config import RunConfig
     from agscl.training.ranks import Ranks
 
 NEWEST = "newest"
@@ -94,7 +94,7 @@ def run(
         threads: CPU threads. A resumed run keeps the number it was started with.
         tensorboard: The same as --log tensorboard.
     """
-    from agscl.experiments.config import configure
+    from agscl.experiments.run_config import configure
     from agscl.training.ranks import join_ranks
 
     if find_torchrun_rank():
@@ -148,9 +148,9 @@ def _run_here(
 ) -> int:
     from agscl.cli.console import print_line
     from agscl.cli.progress import RunProgress
-    from agscl.cli.tables import print_run_summary
-    from agscl.experiments.environment import choose_threads
+    from agscl.cli.run_summary import print_run_summary
     from agscl.experiments.run import Interrupted, execute_run
+    from agscl.experiments.run_environment import choose_threads
     from agscl.runs import Run, is_finished, read_result
     from agscl.runs.loggers import Loggers
 
@@ -203,7 +203,7 @@ def _run_here(
 
 
 def fill_in_bare_resume(arguments: list[str]) -> list[str]:
-    """The command's arguments, with a name after a `--resume` that has none."""
+    """The command's arguments, with a name after a `--resume` of `agscl run` that has none."""
     for index, argument in enumerate(arguments):
         is_bare = index + 1 == len(arguments) or arguments[index + 1].startswith("-")
         if argument == "--resume" and is_bare:
@@ -212,7 +212,7 @@ def fill_in_bare_resume(arguments: list[str]) -> list[str]:
 
 
 def _load_config(folder: Path) -> RunConfig:
-    from agscl.experiments.config import RunConfig, check_device
+    from agscl.experiments.run_config import RunConfig, check_device
     from agscl.runs import Run
 
     config = RunConfig.from_dict(Run(folder).read_config() or {})

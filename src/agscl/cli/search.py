@@ -31,6 +31,7 @@ from agscl.cli.options import (
 
 if TYPE_CHECKING:
     from agscl.experiments.jobs import Job
+    from agscl.experiments.search import Trial
 
 
 def search(
@@ -75,9 +76,9 @@ def search(
         set: Fixed settings, e.g. --set patience=5; for a searched setting, its start value.
     """
     from agscl.cli.console import print_line
-    from agscl.cli.tables import print_trials
+    from agscl.experiments.command_lines import make_command_with_settings
     from agscl.experiments.presets import get_preset
-    from agscl.experiments.search import make_run_command, search_settings
+    from agscl.experiments.search import search_settings
 
     changes = collect_changes(
         {"epochs": epochs},
@@ -128,8 +129,28 @@ def search(
     words += ["--task-options", *task_options] if task_options else []
     words += ["--device", device] if device != "cpu" else []
     words += ["--fast"] if fast else []
-    print_line(f"run the best: {shlex.join([*make_run_command(preset, method, best.settings), *words])}")
+    print_line(f"run the best: {shlex.join([*make_command_with_settings(preset, method, best.settings), *words])}")
     return DONE
+
+
+def print_trials(trials: Sequence[Trial], quantity: str) -> None:
+    """Print the end of `agscl search`: what was tried, the best first."""
+    from agscl.cli.console import console
+    from agscl.cli.tables import format_mean, make_table
+    from agscl.experiments.compare import summarize_values
+
+    settings = list(dict.fromkeys(key for trial in trials for key in trial.settings))
+    table = make_table(None, *settings, "average score, %" if quantity == "score" else "average validation accuracy, %")
+    for trial in trials:
+        if trial.stopped_after is not None:
+            score = f"stopped after task {trial.stopped_after}"
+        elif trial.valid_accuracy is None:
+            score = "diverged"
+        else:
+            score = format_mean(summarize_values(trial.by_seed), 100, 1)
+        table.add_row(*[f"{trial.settings[key]:g}" for key in settings], score)
+    console.print()
+    console.print(table)
 
 
 def _choose_processes(jobs: int | None, on: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,9 @@ from agscl.cli.options import (
     describe,
     parse_settings_of_methods,
 )
+
+AOPC_SHARES = (0.1, 0.25, 0.5, 1.0)
+"""The shares of nodes pruned for which a study shows the AOPC."""
 
 
 def study(
@@ -64,7 +68,6 @@ def study(
         set: Settings of training for all, e.g. --set patience=5; or of one method, e.g. --set paper-agscl.lam=1000.
     """
     from agscl.cli.console import print_line
-    from agscl.cli.tables import print_aopc, print_study
     from agscl.experiments.aopc import measure_perturbations
     from agscl.experiments.presets import get_preset
     from agscl.experiments.studies import add_finished_runs, collect_study, list_methods, plan_study, store_study
@@ -104,3 +107,55 @@ def study(
     print_errors(errors)
     print_line(f"\nstored in {store_study(folder, preset, study, content, errors)}")
     return FAILED if errors else DONE
+
+
+def print_study(lines: Sequence[Mapping[str, Any]], quantity: str) -> None:
+    """Print the end of `agscl study`: metrics, and the shares of free and unchanged nodes after the last task."""
+    from agscl.cli.console import console
+    from agscl.cli.tables import format_mean, make_table
+
+    if not lines:
+        return
+    seeds = max(len(line["seeds"]) for line in lines)
+    title = f"Average {quantity} and nodes at the end{f', mean ± deviation over {seeds} seeds' if seeds > 1 else ''}"
+    has_nodes = any("sparsity" in line["curves"] for line in lines)
+    node_columns = ["free, %", "unchanged, %"] if has_nodes else []
+    table = make_table(
+        title, "", "score, %" if quantity == "score" else "acc., %", "plasticity", "stability", *node_columns
+    )
+    table.padding = (0, 1, 0, 0)
+    for line in lines:
+        shares = [line["curves"].get(figure, [None])[-1] for figure in ("sparsity", "used_capacity")]
+        table.add_row(
+            line["label"],
+            format_mean(line["average_accuracy"], 100, 1),
+            format_mean(line["plasticity"], 1, 2),
+            format_mean(line["stability"], 1, 2),
+            *["–" if share is None else f"{100 * share:.0f}" for share in shares if has_nodes],
+        )
+    console.print()
+    console.print(table)
+
+
+def print_aopc(seeds: Mapping[str, Any]) -> None:
+    """Print the end of `agscl study aopc`: the area over the curve up to some shares of the nodes."""
+    from agscl.cli.console import console
+    from agscl.cli.tables import make_table
+
+    table = make_table(
+        "AOPC: mean accuracy loss in points, by share of nodes pruned",
+        "after task",
+        "seed",
+        "order",
+        *[f"{100 * share:.0f} %" for share in AOPC_SHARES],
+    )
+    for seed, measured in seeds.items():
+        for after, curves in measured["after"].items():
+            pruned = curves["pruned"]
+            ends = [
+                min(range(len(pruned)), key=lambda end: abs(pruned[end] - share * pruned[-1])) for share in AOPC_SHARES
+            ]
+            for order, aopc in curves["aopc"].items():
+                table.add_row(after, seed, order, *[f"{100 * aopc[end]:.1f}" for end in ends])
+    console.print()
+    console.print(table)

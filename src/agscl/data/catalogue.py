@@ -12,7 +12,7 @@ from agscl.data.convert import convert_omniglot, convert_tinyimagenet32
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset on the Hugging Face hub."""
+    """Where a dataset of the catalogue is on the Hugging Face hub."""
 
     name: str
     config: str = "default"
@@ -25,7 +25,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class ArchiveSource:
-    """An archive of images at a web address."""
+    """Where a dataset of the catalogue is as an archive of images at a web address."""
 
     url: str
     md5: str
@@ -33,7 +33,7 @@ class ArchiveSource:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset, stored in a folder of its name: Parquet files or a folder of images for each split."""
+    """A dataset of the catalogue, stored in a folder of its name: Parquet files or a folder of images per split."""
 
     classes: int
     rows: tuple[int, ...]

@@ -17,7 +17,7 @@ from agscl.data.manifest import read_manifest
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What a dataset contains, and what is wrong with it."""
+    """What a check of a dataset found: what it contains, and what is wrong with it."""
 
     counts: Mapping[str, Array]
     """Images of each class, by split."""

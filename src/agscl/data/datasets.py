@@ -15,7 +15,7 @@ from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.encoded_images import LABEL_COLUMNS, EncodedImages, ParquetImages, find_split
 from agscl.data.errors import DataError
 from agscl.data.examples import Array, Examples
-from agscl.data.ordering import sort_unique
+from agscl.data.natural_order import sort_unique
 
 
 def data_folders() -> list[Path]:
@@ -100,7 +100,7 @@ def read_labels(images: EncodedImages, classes: int) -> Array:
 
 
 def load_examples(name: str, split: str, decoder: ImageDecoder) -> Examples:
-    """The decoded images and the labels of a split."""
+    """Load a split of a dataset: its decoded images and its labels."""
     images, classes = open_split(name, split), DATASETS[name].classes
     # Labels are cached too: reading them means importing pyarrow, which takes longer than all the rest.
     labels = cached_array(

@@ -18,7 +18,7 @@ from agscl.data.cache import cached_array
 from agscl.data.encoded_images import EncodedImages
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
-from agscl.data.progress import ProgressLine
+from agscl.data.progress_line import ProgressLine
 
 SIGNATURES = {
     b"\x89PNG": "PNG",

@@ -15,11 +15,11 @@ from agscl.data.catalogue import DATASETS, ArchiveSource, HubSource
 from agscl.data.datasets import data_folders, find_dataset
 from agscl.data.encoded_images import TEST_SPLITS
 from agscl.data.errors import DataError, DownloadFailed
-from agscl.data.hub import list_parquet_files, request_headers
+from agscl.data.hub_files import list_parquet_files, request_headers
 from agscl.data.limited_http import download_file
 from agscl.data.manifest import Manifest, is_complete, read_manifest, write_manifest
-from agscl.data.progress import MakeProgress, ProgressLine
-from agscl.data.remote import RemoteFile, check_file_name, compute_digest
+from agscl.data.progress_line import MakeProgress, ProgressLine
+from agscl.data.remote_file import RemoteFile, check_file_name, compute_digest
 from agscl.system.files import lock_file, open_for_writing
 
 

@@ -9,7 +9,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
-from agscl.data.ordering import natural_key
+from agscl.data.image_libraries import require_image_libraries
+from agscl.data.natural_order import natural_key
 from agscl.system.files import read_limited
 
 BATCH_SIZE = 1024
@@ -79,15 +79,15 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def read_column(self, name: str) -> Array:
-        """(images,) values."""
+        """(images,) the values of a column that the encoded images have."""
 
     @abstractmethod
     def read_value_names(self, column: str) -> list[str]:
-        """The names behind the integers of a column; empty where the files do not say."""
+        """The names behind the integers of a column of encoded images; empty where the files do not say."""
 
     @abstractmethod
     def describe_row(self, row: int) -> str:
-        """Where an image is, for messages."""
+        """Where an encoded image is, for messages."""
 
     @abstractmethod
     def iterate_encoded(self) -> Iterator[list[bytes]]:
@@ -142,7 +142,7 @@ class ParquetImages(EncodedImages):
 
     @property
     def nested_columns(self) -> list[str]:
-        """All columns, those inside a struct by their full name: image.bytes, image.path, ..."""
+        """All columns of the Parquet files, those inside a struct by their full name: image.bytes, image.path, ..."""
         schema = self._parquet_files[0].schema
         return [schema.column(number).path for number in range(len(schema))]
 
@@ -151,7 +151,7 @@ class ParquetImages(EncodedImages):
         return self.choose_column(self._requested_image_column, IMAGE_COLUMNS, "images", "image")
 
     def choose_column(self, requested: str | None, usual: tuple[str, ...], content: str, option: str) -> str:
-        """The requested column, or the first of the usual ones; `content` and `option` are for the error message."""
+        """The requested column of Parquet files, or the first usual one; `content` and `option` are for the error."""
         candidates = [requested] if requested else usual
         chosen = next((column for column in candidates if column in self.columns), None)
         if chosen is None:
@@ -365,7 +365,7 @@ def _group(images: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def find_split(name: str, folder: Path, split: str, image: str | None = None) -> EncodedImages | None:
-    """The images of a split in `folder`: SPLIT.parquet, SPLIT-00000-of-00002.parquet ..., or a folder SPLIT."""
+    """The encoded images of a split in `folder`: SPLIT.parquet, SPLIT-00000-of-00002.parquet ..., or a folder SPLIT."""
     single = folder / f"{split}.parquet"
     if single.is_file():
         return ParquetImages(name, (single,), image)
@@ -384,9 +384,3 @@ def find_split(name: str, folder: Path, split: str, image: str | None = None) ->
             )
         return ParquetImages(name, tuple(shards), image)
     return FolderImages(name, folder / split) if (folder / split).is_dir() else None
-
-
-def require_image_libraries() -> None:
-    """Raise where pyarrow or Pillow is not installed."""
-    if not (find_spec("PIL") and find_spec("pyarrow")):
-        raise DataError("reading images needs pyarrow and Pillow: pip install 'agscl[data]'")

@@ -23,5 +23,5 @@ class Examples:
     """(examples,) integers."""
 
     def find_rows(self, classes: Sequence[int]) -> Array:
-        """The rows whose label is one of `classes`, in order."""
+        """The rows of the examples whose label is one of `classes`, in order."""
         return np.flatnonzero(np.isin(self.y, classes))

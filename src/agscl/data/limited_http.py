@@ -1,7 +1,7 @@
 """HTTP with limits: download a file, resumed where it stopped and verified before it gets its name; read an answer.
 
 The client of the Hugging Face hub deletes unfinished files, compares sizes but no checksums, and reads answers of any
-length, so everything from the hub is transferred here; `agscl.data.hub` says which files there are, and how to be
+length, so everything from the hub is transferred here; `agscl.data.hub_files` says which files there are, and how to be
 allowed to read them.
 """
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from agscl.data.errors import DownloadFailed
-from agscl.data.progress import MakeProgress, ProgressLine
-from agscl.data.remote import CHUNK, RemoteFile, compute_digest, parse_size
+from agscl.data.progress_line import MakeProgress, ProgressLine
+from agscl.data.remote_file import CHUNK, RemoteFile, compute_digest, parse_size
 from agscl.system.files import flush_folder, open_for_writing
 
 MAX_FAILURES = 5
@@ -54,7 +54,7 @@ REQUEST_ERRORS = (OSError, http.client.HTTPException, ValueError, RecursionError
 
 
 class TooLarge(ValueError):
-    """A server sends, or announces, more than expected."""
+    """A server sends, or announces, more than the limit."""
 
 
 def download_file(
@@ -64,7 +64,7 @@ def download_file(
     headers: Mapping[str, str] | None = None,
     make_progress: MakeProgress = ProgressLine,
 ) -> None:
-    """Download `file` to `path`.
+    """Download `file` to `path`, within limits of size and time, and verify it.
 
     Content goes to `path`.part first, is resumed where an earlier attempt stopped, and renamed once its checksum is
     right. `headers` are sent to the server named in the URL only, not to those it redirects to.
@@ -157,8 +157,8 @@ def _transfer(file: RemoteFile, part: Path, headers: Mapping[str, str], advance:
         raise ConnectionError("the connection was closed early")
 
 
-def read_json(url: str, headers: Mapping[str, str]) -> Any:
-    """The JSON at `url`, at most `MAX_ANSWER` bytes of it. Raises one of `REQUEST_ERRORS`."""
+def fetch_json(url: str, headers: Mapping[str, str]) -> Any:
+    """The JSON at `url`, limited to `MAX_ANSWER` bytes. Raises one of `REQUEST_ERRORS`."""
     meter = _Meter()
     with _open_url(url, {"Accept": "application/json"}, headers, meter) as response:
         meter.start_body(MAX_ANSWER, MAX_ANSWER_SECONDS)
@@ -175,7 +175,7 @@ def read_json(url: str, headers: Mapping[str, str]) -> Any:
         raise ValueError(f"its answer cannot be read as JSON ({type(error).__name__})") from error
 
 
-def read_headers(url: str, headers: Mapping[str, str]) -> tuple[int, Message]:
+def fetch_headers(url: str, headers: Mapping[str, str]) -> tuple[int, Message]:
     """Status and headers of the answer to a HEAD request; redirects are followed on the same server only.
 
     Raises one of `REQUEST_ERRORS`.
@@ -369,7 +369,7 @@ def _retry_delay(error: BaseException, failures: int) -> float:
 
 
 def describe_error(error: BaseException) -> str:
-    """Why a request failed, in one line that is safe to print."""
+    """Why an HTTP request failed, in one line that is safe to print."""
     if isinstance(error, urllib.error.HTTPError):
         if 300 <= error.code < 400:
             return f"the server answers {error.code}, and redirects in a circle or to no address"

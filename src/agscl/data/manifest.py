@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agscl.data.errors import DataError, DownloadFailed
-from agscl.data.remote import RemoteFile
+from agscl.data.remote_file import RemoteFile
 from agscl.system.files import read_limited, write_atomically
 
 FILE_NAME = "source.json"

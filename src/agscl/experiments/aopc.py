@@ -14,14 +14,15 @@ import torch
 
 from agscl.analysis.perturbation import PerturbationCurve, order_layer_by_layer, prune_in_order
 from agscl.experiments.build import build_supervised, load_supervised
-from agscl.experiments.config import RunConfig
-from agscl.experiments.environment import use_threads
+from agscl.experiments.certificate_chain import load_certificate
 from agscl.experiments.jobs import Job
-from agscl.experiments.run import check_data_unchanged, load_certificate
+from agscl.experiments.run import check_data_unchanged
+from agscl.experiments.run_config import RunConfig
+from agscl.experiments.run_environment import use_threads
 from agscl.experiments.studies import mean_curve, store_study
 from agscl.methods.agscl import AGSCL
 from agscl.runs import Run, RunError, read_result
-from agscl.runs.folder import read_checked_json, read_json
+from agscl.runs.json_files import read_checked_json, read_json
 from agscl.system.tf32 import tf32_for
 from agscl.training import Trainer
 from agscl.training.seeds import derive_seed
@@ -35,7 +36,7 @@ RANDOM_ORDERS = 5
 def measure_perturbations(
     folder: Path, preset: str, jobs: Sequence[Job], on_message: Callable[[str], None]
 ) -> dict[str, Any]:
-    """How accuracy falls as nodes are pruned, seed by seed.
+    """What the study aopc measures of finished runs: how accuracy falls as nodes are pruned, seed by seed.
 
     Each seed is stored as soon as it is measured. A seed is not measured again as long as its run's weights stay the
     same.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from agscl import tasks
-from agscl.experiments.config import RunConfig, configure
-from agscl.experiments.methods import METHODS
-from agscl.experiments.protocols import Joint, Separate, all_heads
+from agscl.experiments.bounds import Joint, Separate, all_heads
+from agscl.experiments.method_entries import METHODS
+from agscl.experiments.run_config import RunConfig
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
@@ -34,7 +34,7 @@ HOLD_OUT = 0.1
 
 
 def load_tasks(config: RunConfig) -> AnySequence:
-    """The task sequence of a run: of data, or of environments."""
+    """Build the task sequence of a run: of data, or of environments."""
     if not isinstance(config.training, PPOConfig):
         return load_supervised(config)
     try:
@@ -44,7 +44,7 @@ def load_tasks(config: RunConfig) -> AnySequence:
 
 
 def load_supervised(config: RunConfig) -> TaskSequence:
-    """A task sequence of data, with a validation split where training needs one."""
+    """Build a run's task sequence of data, with a validation split where training needs one."""
     assert isinstance(config.training, TrainingConfig)
     try:
         sequence = tasks.load(config.tasks, seed=config.seed, **config.task_options)
@@ -130,17 +130,8 @@ def build_model(
 
 
 def list_outputs(config: RunConfig, width: int) -> int | dict[str, int]:
-    """What the head of a task has, whose outputs are `width` numbers."""
+    """What `add_head` makes a run's head of `width` outputs from: a number, or an agent's actor and critic."""
     return {"actor": width - 1, "critic": 1} if isinstance(config.training, PPOConfig) else width
-
-
-def measure_memory(preset: str, method_name: str) -> dict[str, int]:
-    """What a method stores after all tasks of a preset, each trained for one epoch."""
-    config = configure(preset, method=method_name, epochs=1)
-    trainer = build_trainer(config, method_name, load_tasks(config))
-    while trainer.advance():
-        pass
-    return trainer.method.memory()
 
 
 def _check_input_shapes(config: RunConfig, expected: Sequence[int], sequence: TaskSequence) -> None:

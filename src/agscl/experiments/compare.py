@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from agscl.analysis import metrics
-from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, REFERENCE
+from agscl.experiments.method_entries import METHODS, REFERENCE
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import encode_json, write_if_changed
+from agscl.runs.json_files import encode_json
+from agscl.system.files import write_if_changed
 
 METRICS = ("average_accuracy", "plasticity", "stability", "forgetting")
 
@@ -56,7 +57,7 @@ def add_finished_runs(jobs: Sequence[Job], folder: Path) -> list[Job]:
 
 
 def collect_comparison(jobs: Sequence[Job]) -> dict[str, Any]:
-    """The metrics of all finished runs, method by method: every value, mean and standard deviation."""
+    """The metrics of a comparison's finished runs, method by method: every value, mean and standard deviation."""
     results = {(job.config.method, job.config.seed): read_result(job.folder) for job in jobs if job.is_finished}
     collected: dict[str, Any] = {}
     for name in dict.fromkeys(job.config.method for job in jobs):
@@ -110,7 +111,7 @@ def _collect_rewards(
 
 
 def compute_metrics(outcome: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, float | None]:
-    """The metrics of one run; plasticity against fine-tuning on the same seed, where that is known."""
+    """The metrics of one run that is compared; plasticity against fine-tuning on the same seed, where that is known."""
     values = {metric: outcome[metric] for metric in METRICS}
     if reference is not None:
         values["plasticity"] = metrics.plasticity(outcome["accuracies"], reference[REFERENCE]["accuracies"])
@@ -118,7 +119,7 @@ def compute_metrics(outcome: dict[str, Any], reference: dict[str, Any] | None) -
 
 
 def summarize_values(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean and sample standard deviation (n − 1; None for a single value)."""
+    """Of the runs compared, mean and sample standard deviation (n − 1; None for a single value)."""
     known = [value for value in values if value is not None]
     return {
         "mean": statistics.mean(known) if known else None,

@@ -19,14 +19,14 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Protocol
 
-from agscl.experiments.config import RunConfig
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS
 from agscl.experiments.run import Interrupted, execute_run
-from agscl.methods._parts.lifecycle import SelfCheckWarning
+from agscl.experiments.run_config import RunConfig
+from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
 from agscl.runs.events import read_last_event
-from agscl.runs.folder import DIVERGED, read_checked_json
-from agscl.system.files import encode_json
+from agscl.runs.json_files import encode_json, read_checked_json
+from agscl.runs.run_folder import DIVERGED
 from agscl.system.process import skip_gc_at_exit, tune_malloc
 from agscl.tasks import DataError
 
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def progress(self) -> float:
-        """The share of its steps that are done, from its event log."""
+        """The share of the job's steps that are done, from its event log."""
         event = read_last_event(self.folder / "events.jsonl")
         progress = (event or {}).get("progress")
         return progress if isinstance(progress, float) else 0.0
@@ -210,7 +210,7 @@ class _Losses:
     """The newest one at the last loss."""
 
     def may_continue(self, job: Job) -> bool:
-        """Count a loss; whether to take the job up again from its checkpoint."""
+        """Count a lost worker; whether to take the job up again from its checkpoint."""
         newest = max(Run(job.folder).checkpoints.list_numbers(), default=0)
         self.in_vain = self.in_vain + 1 if newest == self.checkpoint else 1
         self.total, self.checkpoint = self.total + 1, newest

@@ -15,7 +15,8 @@ from agscl.experiments.jobs import Job
 from agscl.experiments.search import MAX_EXTENSIONS, SEED, SearchSpace, Trial, make_trial, score_job
 from agscl.runs import RunError, WrongOptions
 from agscl.runs.events import read_events
-from agscl.system.files import encode_json, lock_file
+from agscl.runs.json_files import encode_json
+from agscl.system.files import lock_file
 from agscl.training.seeds import derive_seed
 
 try:
@@ -107,7 +108,7 @@ class _TrialRuns:
         return values
 
     def stop_if_poor(self) -> None:
-        """Stop its runs if the last value is below the median of the finished trials after the same task.
+        """Stop the runs of Optuna's trial if its last value is below the median of finished trials after the same task.
 
         Optuna's own MedianPruner compares the best value so far. An average over tasks is highest after the first one
         and falls with forgetting, so it would stop none.
@@ -124,14 +125,14 @@ class _TrialRuns:
                 job.request_stop()
 
     def describe(self) -> Trial:
-        """Its scores, or after how many tasks it was stopped; raises where a run failed."""
+        """The scores of Optuna's trial, or after how many tasks it was stopped; raises where a run failed."""
         stopped_after = self._trial.user_attrs.get(STOPPED_AFTER)
         if stopped_after is not None and not all(job.is_finished for job in self.jobs):
             return Trial(self.settings, None, [None] * len(self.jobs), stopped_after)
         return make_trial(self.settings, [score_job(job) for job in self.jobs])
 
     def store(self, outcome: Trial) -> None:
-        """Store in the study how it ended. A trial that diverged is stored as pruned, so as the worst."""
+        """Store in Optuna's study how the trial ended. One that diverged is stored as pruned, so as the worst."""
         self._report()
         state = TrialState.PRUNED if outcome.valid_accuracy is None else TrialState.COMPLETE
         self._study.tell(self._trial, outcome.valid_accuracy, state)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from agscl.experiments.methods import METHODS, get_entry
+from agscl.experiments.method_entries import METHODS, get_entry
 from agscl.methods.paper_agscl import PaperAGSCL
 from agscl.reinforcement import PPOConfig
 from agscl.reinforcement.sequences import CONTROL
@@ -40,7 +40,7 @@ class Preset:
 
     @property
     def quantity(self) -> str:
-        """What is measured: the score of agents, the accuracy of classifiers."""
+        """What the experiment measures: the score of agents, the accuracy of classifiers."""
         return "score" if isinstance(self.training, PPOConfig) else "accuracy"
 
 
@@ -228,3 +228,12 @@ def get_preset(name: str) -> Preset:
         known = "\n".join(f"  {name:17} {preset.about}" for name, preset in PRESETS.items())
         raise ValueError(f"unknown preset {name!r}. Available:\n{known}")
     return PRESETS[name]
+
+
+def get_fast_settings(device: str, preset: str) -> dict[str, Any]:
+    """A preset's training settings for `--fast` on a device; results differ in rounding from the default settings."""
+    fast: dict[str, Any] = {"channels_last": True}
+    if device.startswith("cuda"):
+        fast = {"precision": "bf16", "channels_last": True, "compile": True}
+    known = {field.name for field in fields(get_preset(preset).training)}
+    return {name: value for name, value in fast.items() if name in known}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,14 +13,21 @@ import torch
 
 from agscl.analysis import metrics
 from agscl.analysis.node_record import make_node_record
-from agscl.certificate import Certificate, ProbeOutputs
 from agscl.experiments.build import AnySequence, AnyTrainer, build_trainer, load_tasks
-from agscl.experiments.config import RunConfig
-from agscl.experiments.environment import record_environment
-from agscl.experiments.methods import METHODS, REFERENCE
+from agscl.experiments.certificate_chain import (
+    certificate_path,
+    compute_digest,
+    load_certificate,
+    make_chain_entry,
+    node_record_path,
+)
+from agscl.experiments.method_entries import METHODS, REFERENCE
+from agscl.experiments.run_config import RunConfig
+from agscl.experiments.run_environment import record_environment
+from agscl.probe_outputs import ProbeOutputs
 from agscl.runs import DifferentConfig, Run, RunError, hash_state
-from agscl.runs.folder import DIVERGED, read_checked_json
-from agscl.system.files import encode_json
+from agscl.runs.json_files import read_checked_json
+from agscl.runs.run_folder import DIVERGED
 from agscl.system.tf32 import tf32_for
 from agscl.training import CompileFailed, TrainingFailed
 from agscl.training.ranks import Ranks
@@ -193,7 +198,7 @@ def _train_method(
                 if certify:
                     path = _store_certificate(trainer, name, run, tasks_learned)
                     record = _store_node_record(trainer, run, tasks_learned)
-                    entry = _make_chain_entry(config, state, trainer, path, record, tasks_learned)
+                    entry = make_chain_entry(config, state, trainer, path, record, tasks_learned)
                     state["chain"] = [*state["chain"][: tasks_learned - 1], entry]
                 if not trainer.done:
                     save_checkpoint()
@@ -270,58 +275,3 @@ def _store_node_record(trainer: AnyTrainer, run: Run, tasks_learned: int) -> Pat
         path.parent.mkdir(exist_ok=True)
     run.write_json(str(path.relative_to(run.folder)), record)
     return path
-
-
-# The chain of certificates -------------------------------------------------------------------------------------------
-
-
-def compute_run_id(config: RunConfig, data: dict[str, int]) -> str:
-    """The hash of a run's configuration and data, by which the entries of its chain name it."""
-    return hash_state({"config": json.loads(encode_json(config.as_dict())), "data": data})
-
-
-def compute_digest(config: RunConfig, state: dict[str, Any]) -> str:
-    """One hash over a run: its configuration, data, certificates, weights, method state and results.
-
-    Times and the environment are left out: the same run on the same machine has the same digest.
-    """
-    return hash_state(
-        {"run": compute_run_id(config, state["data"]), "chain": state["chain"], "finished": state["finished"]}
-    )
-
-
-def _make_chain_entry(
-    config: RunConfig, state: dict[str, Any], trainer: AnyTrainer, path: Path, record: Path | None, tasks_learned: int
-) -> dict[str, Any]:
-    """What ties a certificate to its run, to the one before it, and to everything stored at the end of its task."""
-    stored = trainer.state_dict()
-    return {
-        "run": compute_run_id(config, state["data"]),
-        "previous": hash_state(state["chain"][tasks_learned - 2]) if tasks_learned > 1 else None,
-        "task": trainer.tasks[tasks_learned - 1].name,
-        "certificate": hash_file(path),
-        "nodes": hash_file(record) if record else None,
-        "weights": hash_state(stored["model"]),
-        "method": hash_state(stored["method"]),
-    }
-
-
-def hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def load_certificate(path: Path) -> Certificate:
-    """A run's certificate; a damaged one is a `RunError` with its name."""
-    try:
-        return Certificate.load(path)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        name = "" if str(path) in str(error) else f"{path} is not a certificate: "
-        raise RunError(f"{name}{error} Without it the run's weights cannot be checked.") from error
-
-
-def certificate_path(folder: Path, tasks_learned: int) -> Path:
-    return folder / "certificates" / f"{tasks_learned:02d}.json"
-
-
-def node_record_path(folder: Path, tasks_learned: int) -> Path:
-    return folder / "nodes" / f"{tasks_learned:02d}.json"

@@ -10,12 +10,13 @@ from typing import Any
 
 from agscl.analysis import metrics
 from agscl.experiments.build import HOLD_OUT
-from agscl.experiments.config import configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, get_entry
+from agscl.experiments.method_entries import METHODS, get_entry
+from agscl.experiments.run_config import configure
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import encode_json, write_if_changed
+from agscl.runs.json_files import encode_json
+from agscl.system.files import write_if_changed
 
 SEED = 1000
 """The first seed of a search. Comparisons use 0, 1, 2, …, so settings are never chosen on the seeds they report."""
@@ -25,7 +26,7 @@ MAX_EXTENSIONS = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of settings and its score."""
+    """One choice of settings that a search tried, and its score."""
 
     settings: dict[str, Any]
     valid_accuracy: float | None
@@ -125,7 +126,7 @@ class SearchSpace:
         return cls(preset, method, folder, seed, seeds, axes, start, changes)
 
     def make_jobs(self, settings: Mapping[str, Any]) -> list[Job]:
-        """The runs of these settings, one for each seed."""
+        """The search's runs of these settings, one for each seed."""
         return [
             _make_job(self.preset, self.method, settings, self.folder, self.seed + i, self.changes, i > 0)
             for i in range(self.seeds)
@@ -163,7 +164,7 @@ def load_trials(folder: Path, method: str, seed: int = SEED, seeds: int = 1) -> 
 
 
 def score_job(job: Job) -> float | None:
-    """The average validation accuracy of a job after its last task; None if it diverged."""
+    """The score of a search's job: the average validation accuracy after its last task; None if it diverged."""
     if job.has_diverged:
         return None
     if not job.is_finished:  # e.g. out of memory, which says nothing about the settings
@@ -175,12 +176,6 @@ def score_job(job: Job) -> float | None:
 def name_settings(settings: Mapping[str, Any]) -> str:
     """A name for a choice of settings, as its run's folder has it, e.g. lam=400-mu=10."""
     return _format_settings(settings, "-")
-
-
-def make_run_command(preset: str, method: str, settings: Mapping[str, Any]) -> list[str]:
-    """The words of the `agscl run` command with these settings."""
-    pairs = [f"{key}={value:.12g}" for key, value in settings.items()]
-    return ["agscl", "run", preset, "--method", method, "--set", *pairs]
 
 
 def _make_job(

@@ -12,14 +12,15 @@ from typing import Any
 
 from agscl.analysis import metrics
 from agscl.experiments.compare import METRICS, compute_metrics, summarize_values
-from agscl.experiments.config import RunConfig, configure
 from agscl.experiments.jobs import Job
-from agscl.experiments.methods import METHODS, REFERENCE, get_entry
+from agscl.experiments.method_entries import METHODS, REFERENCE, get_entry
 from agscl.experiments.presets import get_preset
+from agscl.experiments.run_config import RunConfig, configure
 from agscl.methods._parts.search_axis import FACTORS
 from agscl.reinforcement import PPOConfig
 from agscl.runs import RunError, read_finished_runs, read_result
-from agscl.system.files import encode_json, write_if_changed
+from agscl.runs.json_files import encode_json
+from agscl.system.files import write_if_changed
 
 PAPER = METHODS["paper-agscl"].title
 FORMS: dict[str, dict[str, Any]] = {
@@ -137,7 +138,7 @@ def plan_study(
 
 
 def add_finished_runs(lines: Sequence[StudyLine], folder: Path) -> list[StudyLine]:
-    """The same lines with every seed that is finished in the folder."""
+    """A study's lines with every seed that is finished in the folder."""
     extended = []
     for line in lines:
         jobs = list(line.jobs)
@@ -151,7 +152,7 @@ def add_finished_runs(lines: Sequence[StudyLine], folder: Path) -> list[StudyLin
 
 
 def collect_study(lines: Sequence[StudyLine]) -> list[dict[str, Any]]:
-    """The metrics of the finished runs, line by line; curves have one value per task, the mean over seeds."""
+    """The metrics of a study's finished runs, line by line; curves have one value per task, the mean over seeds."""
     results = [{job.config.seed: read_result(job.folder) for job in line.jobs if job.is_finished} for line in lines]
     reference = next((by_seed for line, by_seed in zip(lines, results, strict=True) if line.method == REFERENCE), {})
     collected = []
@@ -187,7 +188,7 @@ def store_study(folder: Path, preset: str, study: str, content: Mapping[str, Any
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of several curves, point by point."""
+    """The mean of the curves of a study's line over its seeds, point by point."""
     return [statistics.mean(values) for values in zip(*curves, strict=True)]
 
 

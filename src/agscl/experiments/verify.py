@@ -14,32 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agscl.certificate import Certificate, ProbeOutputs, Verdict, verify
+from agscl.certificate import Certificate, Verdict, verify
 from agscl.experiments.build import build_model, list_outputs
-from agscl.experiments.config import RunConfig, check_device
-from agscl.experiments.environment import use_threads
-from agscl.experiments.methods import METHODS
-from agscl.experiments.run import (
+from agscl.experiments.certificate_chain import (
     certificate_path,
     compute_digest,
     compute_run_id,
     hash_file,
+    list_certificates,
     load_certificate,
     node_record_path,
 )
+from agscl.experiments.command_lines import make_resume_command
+from agscl.experiments.method_entries import METHODS
+from agscl.experiments.run_config import RunConfig, check_device
+from agscl.experiments.run_environment import use_threads
+from agscl.probe_outputs import ProbeOutputs
 from agscl.runs import Run, RunError, hash_state, is_finished, read_result
-from agscl.runs.folder import describe_differences, is_log_intact, read_checked_json, write_resume_command
-from agscl.system.files import encode_json
+from agscl.runs.events import is_log_intact
+from agscl.runs.json_files import encode_json, read_checked_json
+from agscl.runs.run_folder import describe_differences
 from agscl.system.tf32 import tf32_for
 from agscl.training.trainer import place_model
 
 NOT_COVERED = "not covered: nothing is signed; who rewrites all files of a run can forge it"
-
-
-def list_certificates(folder: Path) -> list[Path]:
-    """The certificate of each task, in the order of the tasks."""
-    paths = [path for path in (folder / "certificates").glob("*.json") if path.stem.isdecimal()]
-    return sorted(paths, key=lambda path: int(path.stem))
 
 
 def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
@@ -65,7 +63,7 @@ def verify_run(folder: Path, expected_digest: str | None = None) -> Verdict:
     if trainer_state["optimizer"] is not None:
         raise RunError(
             f"{folder} is in the middle of task {learned + 1}, and certificates hold at the end of a task. "
-            f"Finish the run first: {write_resume_command(folder)}"
+            f"Finish the run first: {make_resume_command(folder)}"
         )
     if len(state.get("chain", ())) != learned:
         raise RunError(f"{folder} was started by an older version of agscl, whose certificates form no chain")
@@ -116,7 +114,7 @@ def _describe_lost_checkpoint(folder: Path, run: Run, config: RunConfig, state: 
     first = f"remove {folder}/result.json, then " if is_finished(folder) else ""
     return (
         f"{problem}, so the weights of {folder} cannot be checked. Restore it from a copy, or train what is lost "
-        f"again: {first}{write_resume_command(folder)}"
+        f"again: {first}{make_resume_command(folder)}"
     )
 
 
@@ -172,7 +170,7 @@ def _check_stored_state(folder: Path, config: RunConfig, state: Mapping[str, Any
         yield f"the method's state (importances, masks, anchors) is not that at the end of task {last['task']!r}"
     if not is_finished(folder):
         if config.method in state["finished"]:
-            yield f"{folder}/result.json is missing; it is written again by: {write_resume_command(folder)}"
+            yield f"{folder}/result.json is missing; it is written again by: {make_resume_command(folder)}"
         return
     try:
         result = read_result(folder)

@@ -33,12 +33,12 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a forward (pre-)hook is registered on the module itself."""
+    """Whether a forward (pre-)hook is registered on the module itself, which only torch's internals tell."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a backward (pre-)hook is registered on the module itself."""
+    """Whether a backward (pre-)hook is registered on the module itself, which only torch's internals tell."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -84,10 +84,10 @@ def shut_down_compile_workers() -> None:
 
 
 def is_torch_compile_error(error: BaseException) -> bool:
-    """Whether torch's compiler raised this, not the code that was compiled."""
+    """Whether torch's compiler raised this, told by the name of an internal module, not the code that was compiled."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """Whether Triton raised this."""
+    """Whether Triton raised this, told by the name of an internal module."""
     return type(error).__module__.startswith("triton")

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from agscl.fast.triton_support import (
+    HAS_TRITON,
+    MAX_ELEMENTS,
+    autocasts_bf16,
+    refuse_double_backward,
+    sum_partials,
+    uses_triton,
+)
+
 CHANNELS = (16, 32, 64, 128)
 """Numbers of channels that the kernels support: powers of two whose accumulators fit into registers."""
 IMAGE_CHANNELS = (1, 2, 3)
 """Numbers of channels of an image: a 3 × 3 kernel then has at most 32 weights per output, bias included."""
-MAX_ELEMENTS = 2**31
-"""The kernels index tensors with 32 bits."""
-HAS_TRITON = find_spec("triton") is not None
-"""Whether Triton is installed; torch does not bring it on every system."""
 IMAGE_CHUNKS, IMAGE_BLOCK = 512, 128
 """For the first convolution: chunks of pixels with partial sums of their own, and pixels computed at a time."""
 
 
 class Tiling(NamedTuple):
-    """How the weight gradient is divided among programs, as tuned on an H200."""
+    """How the weight gradient of a 3 × 3 convolution is divided among programs, as tuned on an H200."""
 
     chunks: int
     """Chunks of pixels, each with partial sums of its own, which are added at the end."""
@@ -67,7 +71,7 @@ def supports_layer(layer: nn.Module) -> bool:
 
 
 def supports_input(x: Tensor) -> bool:
-    """Whether the kernels can read this batch: channels last, computed in bfloat16, neither empty nor too large."""
+    """Whether our convolutions can read a batch: channels last, computed in bfloat16, neither empty nor too large."""
     if (
         x.dim() != 4
         or not x.numel()
@@ -78,20 +82,8 @@ def supports_input(x: Tensor) -> bool:
     return x[:, 0].numel() * max(CHANNELS) < MAX_ELEMENTS and autocasts_bf16(x)
 
 
-def uses_triton(x: Tensor) -> bool:
-    """Whether our kernels run on `x`: on a GPU, or on the meta device, where they are compiled for one."""
-    return x.is_cuda or x.is_meta
-
-
-def autocasts_bf16(x: Tensor) -> bool:
-    """Whether a layer that reads `x` computes in bfloat16."""
-    kind = "cuda" if x.is_meta else x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return dtype == torch.bfloat16 and x.dtype != torch.float64
-
-
 def supports_conv_relu_input(layer: nn.Conv2d, x: Tensor) -> bool:
-    """Whether `conv_relu_input` can be used: on images that need no gradient."""
+    """Whether `conv_relu_input`, our first 3 × 3 convolution, can be used: on images that need no gradient."""
     reads_images = supports_layer(layer) and layer.in_channels in IMAGE_CHANNELS and layer.bias is not None
     return reads_images and not x.requires_grad and supports_input(x)
 
@@ -100,13 +92,13 @@ def supports_conv_relu_input(layer: nn.Conv2d, x: Tensor) -> bool:
 
 
 def conv_relu_input(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """ReLU of the convolution, on images."""
+    """ReLU of a network's first 3 × 3 convolution, on images."""
     y: Tensor = ConvReluInputFunction.apply(images, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
     return y
 
 
 def conv3x3(layer: nn.Conv2d, x: Tensor, with_bias: bool = True) -> Tensor:
-    """The convolution of `x`, with our weight gradient where it is supported, else torch's."""
+    """The 3 × 3 convolution of `x`, with our weight gradient where it is supported, else torch's."""
     bias = layer.bias if with_bias else None
     if not (supports_layer(layer) and layer.in_channels in CHANNELS and x.requires_grad and supports_input(x)):
         return F.conv2d(x, layer.weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -116,7 +108,7 @@ def conv3x3(layer: nn.Conv2d, x: Tensor, with_bias: bool = True) -> Tensor:
 
 
 class Conv3x3Function(torch.autograd.Function):
-    """A convolution in bfloat16 with a float32 weight, which is also given rounded to bfloat16."""
+    """A 3 × 3 convolution in bfloat16 with a float32 weight, which is also given rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_bf16: Tensor, own_weight_grad: bool) -> Tensor:
@@ -140,7 +132,7 @@ class Conv3x3Function(torch.autograd.Function):
 
 
 class ConvReluInputFunction(torch.autograd.Function):
-    """ReLU of a convolution of images, which need no gradient."""
+    """ReLU of a 3 × 3 convolution of images, which need no gradient."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -153,23 +145,6 @@ class ConvReluInputFunction(torch.autograd.Function):
         refuse_double_backward()
         weight_partials, bias_partials = conv_relu_input_backward(grad, *ctx.saved_tensors, IMAGE_CHUNKS)
         return None, _sum_weight_grad(weight_partials), sum_partials(bias_partials)
-
-
-def refuse_double_backward() -> None:
-    """Raise where second derivatives are asked for; a compiled network raises by itself."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("the fast kernels have no second derivatives (create_graph=True): leave out --fast")
-
-
-def sum_partials(partials: Tensor) -> Tensor:
-    """(chunks, …) summed over chunks."""
-    if not uses_triton(partials) or torch.compiler.is_compiling():
-        return partials.sum(0)
-    from agscl.fast import triton_kernels
-
-    total = torch.empty_like(partials[0])
-    triton_kernels.launch_sum_partials(partials, total)
-    return total
 
 
 def _sum_weight_grad(partials: Tensor) -> Tensor:
@@ -190,7 +165,7 @@ def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) 
 
 
 def custom_op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function one operator to torch's compiler, whose outputs `fake` allocates without computing them.
+    """Make a function with a kernel one operator to torch's compiler; `fake` allocates its outputs without computing.
 
     Outside a compilation the function is called as it is: calling an operator would import torch's compiler.
     """
@@ -214,7 +189,7 @@ def _fake_weight_grad(grad: Tensor, x: Tensor, chunks: int) -> Tensor:
 
 @custom_op(_fake_weight_grad)
 def conv3x3_weight_grad(grad: Tensor, x: Tensor, chunks: int) -> Tensor:
-    """(chunks, out, 3, 3, in) partial sums of the weight gradient of a convolution of `x`."""
+    """(chunks, out, 3, 3, in) partial sums of the weight gradient of a 3 × 3 convolution of `x`."""
     grad, x = to_channels_last(grad), to_channels_last(x)
     partials = _fake_weight_grad(grad, x, chunks)
     if uses_triton(x):
@@ -233,7 +208,7 @@ def _fake_conv_relu_input(images: Tensor, weight: Tensor, bias: Tensor) -> Tenso
 
 @custom_op(_fake_conv_relu_input)
 def conv_relu_input_forward(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """ReLU of the convolution of images, in bfloat16."""
+    """ReLU of the 3 × 3 convolution of images, in bfloat16."""
     images, weight = to_channels_last(images), to_channels_last(weight)
     y = _fake_conv_relu_input(images, weight, bias)
     if uses_triton(images):
@@ -253,9 +228,9 @@ def _fake_conv_relu_input_backward(grad: Tensor, images: Tensor, y: Tensor, chun
 
 @custom_op(_fake_conv_relu_input_backward)
 def conv_relu_input_backward(grad: Tensor, images: Tensor, y: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Partial sums of the gradients of weight, (chunks, out, 3, 3, in), and bias, (chunks, out).
+    """Of a 3 × 3 convolution of images, partial sums of the gradients of weight, (chunks, out, 3, 3, in), and bias.
 
-    `y` is what `conv_relu_input_forward` returned, `grad` its gradient.
+    Those of the bias are (chunks, out). `y` is what `conv_relu_input_forward` returned, `grad` its gradient.
     """
     grad, images, y = to_channels_last(grad), to_channels_last(images), to_channels_last(y)
     weight_partials, bias_partials = _fake_conv_relu_input_backward(grad, images, y, chunks)

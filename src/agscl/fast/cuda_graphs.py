@@ -29,7 +29,7 @@ class GraphRunner:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on the runner's stream: after all work launched so far on the current one, before all launched later."""
+        """Run on the graphs' stream: after all work launched so far on the current one, before all launched later."""
         if self.stream is None:
             yield
             return
@@ -55,7 +55,7 @@ class GraphRunner:
             self.warmed_up.add(key)
 
     def forget_warm_ups(self) -> None:
-        """Run all work that has no graph yet eagerly once more before it is captured."""
+        """Run all work that has no CUDA graph yet eagerly once more before it is captured."""
         self.warmed_up.clear()
 
     def release(self) -> None:

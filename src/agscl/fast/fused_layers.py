@@ -17,28 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from agscl.fast.conv3x3 import (
-    HAS_TRITON,
     IMAGE_CHANNELS,
     IMAGE_CHUNKS,
-    MAX_ELEMENTS,
     Conv3x3Function,
-    autocasts_bf16,
     conv3x3_weight_grad,
     conv_relu_input,
     conv_relu_input_backward,
     conv_relu_input_forward,
-    refuse_double_backward,
-    sum_partials,
     supports_conv_relu_input,
     supports_input,
     supports_layer,
     to_channels_last,
-    uses_triton,
     weight_grad_tiling,
 )
-from agscl.fast.forwards import can_replace_forward, replaced_forwards
 from agscl.fast.max_pool import block_max, block_max_backward, pools_blocks
-from agscl.system.bitwise import FOREACH_PIECES, concat_pieces, split_pieces
+from agscl.fast.replaced_forwards import can_replace_forward, replaced_forwards
+from agscl.fast.triton_support import (
+    HAS_TRITON,
+    MAX_ELEMENTS,
+    autocasts_bf16,
+    refuse_double_backward,
+    sum_partials,
+    uses_triton,
+)
+from agscl.system.tensor_pieces import FOREACH_PIECES, concat_pieces, split_pieces
 
 MAX_LINEAR_OUTPUTS = 1024
 """The widest linear layer whose bias gradient a program can sum."""
@@ -50,7 +52,7 @@ BIAS_CHUNKS = IMAGE_CHUNKS
 
 
 class Link(NamedTuple):
-    """A layer and what follows it."""
+    """A layer and what follows it, fused: ReLU, max pooling, dropout."""
 
     layer: nn.Conv2d | nn.Linear
     following: tuple[nn.Module, ...]
@@ -58,13 +60,13 @@ class Link(NamedTuple):
 
     @property
     def pool_size(self) -> int:
-        """The side of the blocks that are pooled; 1 without pooling."""
+        """The side of the blocks that the fused link pools; 1 without pooling."""
         sizes: list[Any] = [layer.kernel_size for layer in self.following if isinstance(layer, nn.MaxPool2d)]
         return sizes[0] if sizes else 1
 
     @property
     def dropout(self) -> float:
-        """The probability with which an element is dropped now."""
+        """The probability with which the fused link drops an element now."""
         return next((layer.p for layer in self.following if isinstance(layer, nn.Dropout) and layer.training), 0.0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class Link(NamedTuple):
 
 
 def split_into_links(chain: nn.Sequential) -> list[Link | nn.Module]:
-    """The links of a chain in order; modules that belong to none stay by themselves."""
+    """The links of a chain of layers in order; modules that belong to none stay by themselves."""
     parts: list[Link | nn.Module] = []
     layers = list(chain)
     while layers:
@@ -139,7 +141,7 @@ class FusedTrunk:
         self._compiled_for: set[tuple[Any, ...]] = set()
 
     @contextmanager
-    def enabled(self) -> Iterator[None]:
+    def use_fused_layers(self) -> Iterator[None]:
         """Let calls of the trunk run with our kernels, where `can_replace_forward` holds for a whole chain."""
         chains = [chain for chain in self.chains if all(map(can_replace_forward, chain.modules()))]
         with replaced_forwards({chain: partial(self._run_chain, chain) for chain in chains}):
@@ -216,7 +218,7 @@ def _round_to_bf16(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compile_chain(chain: nn.Sequential, x: Tensor, own_convolutions: bool = True) -> None:
-    """Compile all kernels of a pass on `x` in parallel; during the pass they would be compiled one after the other."""
+    """Compile all kernels of fused layers for a pass on `x` in parallel; the pass would compile one after the other."""
     from agscl.fast import triton_kernels
 
     if not triton_kernels.COMPILES_IN_PARALLEL:
@@ -254,7 +256,7 @@ def _compile_link(link: Link, x: Tensor, own_convolutions: bool) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """A product in bfloat16 with a float32 weight, which is also given rounded to bfloat16."""
+    """A linear layer to be fused: a product in bfloat16 with a float32 weight, also given rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, weight_bf16: Tensor) -> Tensor:
@@ -291,14 +293,14 @@ class LinkFunction(torch.autograd.Function):
 
 
 def stores_argmax(pool_size: int, dropout: float) -> bool:
-    """Whether `link_forward` stores where each output came from; else the output itself tells where ReLU was 0."""
+    """Whether a fused link stores where each output came from; else the output itself tells where ReLU was 0."""
     return pool_size > 1 or dropout > 0
 
 
 def link_forward(
     y: Tensor, bias: Tensor, pool_size: int, dropout: float, seeds: Tensor, seed_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Max pooling over blocks, bias, ReLU and dropout, drawn from `seeds[seed_index]`.
+    """What is fused behind a layer: max pooling over blocks, bias, ReLU and dropout, drawn from `seeds[seed_index]`.
 
     `y` is (examples, channels, height, width) or (examples, channels). Returns the output and, if `stores_argmax`, a
     byte for each of its elements: the place of its maximum in the block, or `pool_size²` where ReLU or dropout made it
@@ -328,7 +330,7 @@ def link_forward(
 
 
 def link_backward(grad: Tensor, z: Tensor, argmax: Tensor, pool_size: int, dropout: float) -> tuple[Tensor, Tensor]:
-    """The gradient of `y`, and (chunks, channels) partial sums of that of the bias.
+    """The gradient of a fused link's `y`, and (chunks, channels) partial sums of that of the bias.
 
     `z` and `argmax` are what `link_forward` returned; if it `stores_argmax`, only the shape of `z` is used.
     """

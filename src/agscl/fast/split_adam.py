@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agscl.fast._torch_internals import fused_adam_kernel, without_dynamo
-from agscl.system.bitwise import concat_pieces, split_pieces
+from agscl.system.tensor_pieces import concat_pieces, split_pieces
 
 ADAM_PIECES = 128
 """About how many pieces all parameters together are split into."""

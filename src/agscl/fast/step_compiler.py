@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from agscl.fast._torch_internals import is_torch_compile_error
-from agscl.fast.compiled_trunk import CompiledTrunk
-from agscl.fast.torch_compile import compile_failure
+from agscl.fast.fast_trunk import FastTrunk
+from agscl.fast.torch_compiled_trunk import compile_failure
 from agscl.system.process import gc_paused
 from agscl.training.engine import StepCompiler
 
 
 class TorchStepCompiler(StepCompiler):
-    """Compiles the trunk as `CompiledTrunk` does, and functions by torch's compiler, when they are first called."""
+    """Compiles the trunk as `FastTrunk` does, and functions by torch's compiler, when they are first called."""
 
     def __init__(self, trunk: nn.Module, device: torch.device, *, bf16_channels_last: bool) -> None:
         on_gpu = device.type == "cuda"
-        self.trunk = CompiledTrunk(trunk, device, rewrite_layers=on_gpu, bf16_channels_last=bf16_channels_last)
+        self.trunk = FastTrunk(trunk, device, rewrite_layers=on_gpu, bf16_channels_last=bf16_channels_last)
         self.trunk.wait_for_warm_up()
 
     @property
@@ -30,7 +30,7 @@ class TorchStepCompiler(StepCompiler):
         return self.trunk.version
 
     def trunk_context(self) -> AbstractContextManager[Any]:
-        return self.trunk.enabled()
+        return self.trunk.use_fast_forward()
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(function)

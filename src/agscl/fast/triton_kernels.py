@@ -102,7 +102,7 @@ def _conv3x3_weight_grad(  # type: ignore[no-untyped-def]
 
 
 def launch_conv3x3_weight_grad(grad: Tensor, x: Tensor, partials: Tensor, tiling: Tiling) -> None:
-    """Fill `partials` (chunks, out, 3, 3, in), whose sum over chunks is the weight gradient of a convolution of `x`."""
+    """Launch a kernel to fill `partials` (chunks, out, 3, 3, in), whose sum is a convolution's weight gradient."""
     examples, out_channels, height, width = grad.shape
     pixel_count = examples * height * width
     grid = (len(partials), 3 if tiling.row else 9)
@@ -173,7 +173,7 @@ def _conv_relu_input_forward(  # type: ignore[no-untyped-def]
 
 
 def launch_conv_relu_input_forward(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, *, block: int) -> None:
-    """Fill `y` (examples, out, height, width) with ReLU of a convolution of `x`, which has at most three channels."""
+    """Launch a kernel to fill `y` (examples, out, height, width) with ReLU of a convolution of up to three channels."""
     examples, channels, height, width = x.shape
     pixel_count = examples * height * width
     grid = (-(-pixel_count // block),)
@@ -217,7 +217,7 @@ def _conv_relu_input_backward(  # type: ignore[no-untyped-def]
 def launch_conv_relu_input_backward(
     grad: Tensor, x: Tensor, y: Tensor, weight_partials: Tensor, bias_partials: Tensor, *, block: int
 ) -> None:
-    """Fill the partial sums of the gradients of weight, (chunks, out, 3, 3, in), and bias, (chunks, out)."""
+    """Launch a kernel to fill partial sums of gradients: of weight (chunks, out, 3, 3, in), of bias (chunks, out)."""
     examples, channels, height, width = x.shape
     pixel_count, out_channels = examples * height * width, grad.shape[1]
     grid = (len(weight_partials),)
@@ -303,7 +303,7 @@ def launch_link_forward(
     dropout: float,
     seed_index: int,
 ) -> None:
-    """Fill `z` and, with pooling or dropout, `argmax`: see `fused_layers.link_forward`."""
+    """Launch a kernel to fill `z` and, with pooling or dropout, `argmax`: see `fused_layers.link_forward`."""
     pixel_count, width, channels = _count_pixels(z)
     channel_tile, block = _tile(channels)
     grid = (-(-pixel_count // block),)
@@ -354,7 +354,7 @@ def _link_backward(  # type: ignore[no-untyped-def]
 def launch_link_backward(
     grad: Tensor, z: Tensor, argmax: Tensor, y_grad: Tensor, bias_partials: Tensor, *, pool_size: int, dropout: float
 ) -> None:
-    """Fill `y_grad`, and `bias_partials` (chunks, channels), whose sum is the gradient of the bias."""
+    """Launch a kernel to fill `y_grad`, and `bias_partials` (chunks, channels), whose sum is the bias' gradient."""
     pixel_count, width, channels = _count_pixels(z)
     channel_tile, block = _tile(channels)
     grid = (len(bias_partials),)
@@ -378,7 +378,7 @@ def _sum_partials(partials, result, count, length, ROWS: tl.constexpr, COLUMNS: 
 
 
 def launch_sum_partials(partials: Tensor, result: Tensor) -> None:
-    """Fill `result` (…) with the sum of `partials` (count, …) over the first dimension."""
+    """Launch a kernel to fill `result` (…) with the sum of `partials` (count, …) over the first dimension."""
     count, length = len(partials), result.numel()
     rows, columns = min(512, 1 << (count - 1).bit_length()), 16 if length <= 256 else 32
     grid = (-(-length // columns),)

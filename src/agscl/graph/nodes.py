@@ -34,7 +34,7 @@ HEAD_REMEDY = "Let each task's head begin with a Linear or Conv layer, e.g. nn.S
 
 
 def read_own_weight(name: str, module: nn.Module) -> nn.Parameter:
-    """The module's own weight, also where this thread looks at a task that sees another in its place."""
+    """A node layer's own weight, also where this thread looks at a task that sees another in its place."""
     if "weight" not in module._parameters:
         raise RuntimeError(
             f"The weight of {name} is computed now, by a parametrization or pruning of torch that came after the node "
@@ -81,7 +81,7 @@ class Reader:
         return read_own_weight(self.name, self.module)
 
     def source_groups(self) -> Tensor:
-        """The group that each stored weight reads, shaped to broadcast against the weight: (rows or 1, columns, 1…)."""
+        """The group of nodes that each stored weight reads, to broadcast against it: (rows or 1, columns, 1…)."""
         conv_groups = getattr(self.module, "groups", 1)
         sources = self.sources.view(conv_groups, -1)
         if conv_groups > 1:
@@ -89,7 +89,7 @@ class Reader:
         return sources.view(*sources.shape, *[1] * (self.weight.dim() - 2))
 
     def reads(self, chosen: Tensor) -> Tensor:
-        """Which stored weights read the `chosen` (groups,) groups, in the shape of `source_groups`."""
+        """Which stored weights read the `chosen` (groups,) groups of nodes, in the shape of `source_groups`."""
         return F.pad(chosen, (0, 1))[self.source_groups().to(chosen.device)]  # the last: no node
 
 
@@ -575,7 +575,7 @@ class NodeGraph:
     # The proof -------------------------------------------------------------------------------------------------------
 
     def prove(self, task: str | None = None) -> None:
-        """Change random groups' outputs and raise unless exactly the columns that read them change."""
+        """Prove the graph: change random groups' outputs and raise unless exactly the columns that read them change."""
         probe = self._probe(task or self._first_task())
         expected: dict[ProbePoint, ExpectedGroups] = {
             ("norm", name): ExpectedGroups(1, norm.groups) for name, norm in self.norms.items()
@@ -759,7 +759,7 @@ class NodeGraph:
         return [*self.layers.values(), *self.norms.values()]
 
     def groups_by_layer(self) -> Iterator[Tensor]:
-        """For each layer, (groups,) the groups that no layer before it has, so that each group is counted once."""
+        """For each layer of nodes, (groups,) the groups that no layer before it has, so that each counts once."""
         counted = torch.zeros(self.size, dtype=torch.bool)
         for layer in self.layers.values():
             in_layer = torch.zeros_like(counted)

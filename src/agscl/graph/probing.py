@@ -21,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state, watch_running
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.refusals import NodeGraphError, Refusal
+from agscl.graph.relu_watcher import ReLUWatcher, watch_running
 
 __all__ = ["LAYERS", "ExpectedGroups", "NodeProbe", "NodeTrace", "ProbePoint", "column_dim"]
 
@@ -232,7 +233,7 @@ class NodeProbe:
     def find_contradiction(
         self, groups: Mapping[str, Tensor], size: int, expected: Mapping[ProbePoint, ExpectedGroups]
     ) -> tuple[ProbePoint, int] | None:
-        """Change random groups' outputs and check that exactly the expected columns change.
+        """Probe whether exactly the expected columns change when random groups' outputs do.
 
         `groups[layer]` is the group of each node. With random values, small and large, exactly the expected columns
         must change; with real ones no other may. A point that is not in `expected` must not change at all. Returns the
@@ -489,7 +490,7 @@ class NodeProbe:
 
 
 def column_dim(module: nn.Module, dims: int) -> int:
-    """Which of `dims` dimensions a layer's columns or nodes are: the last for Linear, channels for convolutions."""
+    """Which of `dims` probed dimensions a layer's columns or nodes lie along: the last for Linear, channels else."""
     positions = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
     return dims - 1 - next(count for kind, count in positions.items() if isinstance(module, kind))
 

@@ -44,7 +44,7 @@ class Rows:
         self._skipped: list[Tensor | None] = [None] * len(self.parameters)
 
     def skip_inputs_from(self, graph: NodeGraph, sources: Tensor) -> None:
-        """From now on let `scatter_` leave the weights alone that read the `sources` (groups,)."""
+        """From now on let `scatter_` leave the weights in the rows alone that read the `sources` (groups,)."""
         weights = {id(layer.weight): name for name, layer in graph.layers.items() if name in graph.readers}
         for number, (parameter, index) in enumerate(zip(self.parameters, self.index, strict=True)):
             if (name := weights.get(id(parameter))) is not None:
@@ -67,7 +67,7 @@ class Rows:
         return torch.cat([*sums, sums[0].new_zeros(1)])[self.members].sum(1)
 
     def gather(self) -> list[Tensor]:
-        """Copies of the rows, one tensor per parameter."""
+        """Copies of the rows of these groups, one tensor per parameter."""
         return [p.detach().index_select(0, index) for p, index in zip(self.parameters, self.index, strict=True)]
 
     @torch.no_grad()

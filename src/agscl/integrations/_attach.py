@@ -32,7 +32,7 @@ def check_model(method: Method, trained: nn.Module) -> None:
 def begin_or_continue(
     method: Method, task: str, optimizers: Sequence[Optimizer], *, epochs: int | None, steps_per_epoch: int | None
 ) -> None:
-    """Begin `task`; where it is under way, left by a loop that was interrupted, continue it."""
+    """In a framework's loop begin `task`; where it is under way, left by a loop that was interrupted, continue it."""
     if method.task == task:
         follow_optimizers(method, optimizers)
     else:
@@ -47,5 +47,5 @@ def follow_optimizers(method: Method, optimizers: Sequence[Optimizer]) -> None:
 
 
 def differentiates_logits(method: Method) -> bool:
-    """Whether a method derives importances from a model's logits, not from its loss."""
+    """Whether a method attached to a framework derives importances from a model's logits, not from its loss."""
     return isinstance(method, MAS) or (isinstance(method, EWC) and method.config.fisher in ("estimated", "exact"))

@@ -142,6 +142,6 @@ def name_task(experience: Any) -> str:
 
 
 def find_optimizers(strategy: Any) -> list[Optimizer]:
-    """All optimizers of a strategy, the main one first."""
+    """All optimizers of an Avalanche strategy, the main one first."""
     found = [strategy.optimizer, *(value for value in vars(strategy).values() if isinstance(value, Optimizer))]
     return list({id(optimizer): optimizer for optimizer in found}.values())

@@ -25,13 +25,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from agscl.certificate import Certificate
-from agscl.data.hub import hub_endpoint
+from agscl.data.hub_files import hub_endpoint
 from agscl.heads import MultiHead
 from agscl.integrations._attach import check_method
 from agscl.methods import find_methods
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.runs.checkpoints import flatten_state, unflatten_state
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.system.describe import describe_value
 from agscl.system.files import write_atomically
 
@@ -42,7 +42,7 @@ FILES = ("config.json", "model.safetensors", "method.safetensors", "certificate.
 
 
 def save_pretrained(method: Method, folder: str | Path) -> None:
-    """Write a method and its model, between two tasks, to a folder."""
+    """Write a method and its model, between two tasks, to a folder, as a repository on the hub holds them."""
     check_method(method, "save_pretrained")
     if not isinstance(method.model, MultiHead):
         kind = type(method.model).__name__
@@ -85,7 +85,7 @@ def from_pretrained(
     revision: str | None = None,
     token: str | None = None,
 ) -> Method:
-    """Load weights into `model` and return its method, ready for the next task.
+    """Load weights from the hub, or from a folder, into `model` and return its method, ready for the next task.
 
     `source` is a folder or the name of a repository; `model` a `MultiHead` with a trunk like the saved one, whose
     missing heads are added. `example_input` is needed by methods that know the nodes, as when they are made. Weights
@@ -126,7 +126,7 @@ def download_file(repository: str, name: str, revision: str | None, token: str |
 
 
 def describe_head(task: str, head: nn.Module) -> int | dict[str, int]:
-    """The outputs with which `add_head` makes a head again."""
+    """What a repository on the hub says of a head: the outputs with which `add_head` makes it again."""
     parts = dict(head.named_children()) if isinstance(head, nn.ModuleDict) else {"": head}
     for part in parts.values():
         if not isinstance(part, nn.Linear):

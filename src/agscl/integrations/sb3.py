@@ -59,7 +59,7 @@ class MultiHeadPolicy(ActorCriticPolicy):
         return preprocess_obs(observations.to(device), self.observation_space, normalize_images=self.normalize_images)
 
     def run_model(self, observations: Any) -> dict[str, Tensor]:
-        """The outputs of the task's actor (batch, actions) and critic (batch, 1)."""
+        """The policy's outputs: those of the task's actor (batch, actions) and critic (batch, 1)."""
         outputs: dict[str, Tensor] = self.model(self.prepare(observations), self.task)
         return outputs
 

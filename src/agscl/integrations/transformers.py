@@ -119,6 +119,6 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def pick_output(output: Any, key: str) -> Tensor:
-    """The loss or the logits of a model's output: of a dict, or of a tuple that begins with both."""
+    """The loss or the logits in the output of a model of Transformers: a dict, or a tuple that begins with both."""
     picked: Tensor = output[key] if isinstance(output, Mapping) else output[("loss", "logits").index(key)]
     return picked

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from agscl.certificate import NEVER
 from agscl.graph.rows import Rows, make_rows
 from agscl.methods._agscl import checks
-from agscl.methods._agscl.activations import measure_activations
+from agscl.methods._agscl.activations import find_less_active, measure_activations
 from agscl.methods._agscl.budget import BUDGET_FORMULA, check_budget
-from agscl.methods._agscl.capacity import Capacity, measure_capacity
-from agscl.methods._agscl.certificate import certify_nodes
-from agscl.methods._agscl.changed_groups import DIGEST_BYTES, GroupDigests, count_nodes, find_moved_groups
-from agscl.methods._agscl.layer_scaling import ByLayer, find_less_active, scale_penalties
+from agscl.methods._agscl.capacity import Capacity, count_nodes, measure_capacity
+from agscl.methods._agscl.group_digests import DIGEST_BYTES, GroupDigests, find_moved_groups
+from agscl.methods._agscl.layer_scaling import ByLayer, scale_penalties
 from agscl.methods._agscl.learning_rates import LayerRates, select_rates
+from agscl.methods._agscl.node_certificate import certify_nodes
 from agscl.methods._agscl.node_pruner import MIN_EPOCHS, NodePruner
 from agscl.methods._agscl.node_views import NodeViewMethod
 from agscl.methods._agscl.proximal import norm_gradients, pull, shrink
@@ -37,7 +37,7 @@ from agscl.methods._agscl.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline, forecast_node_memory
+from agscl.methods._parts.memory_forecast import Memory, Outline, forecast_node_memory
 from agscl.methods._parts.node_method import NodePlan
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
@@ -89,7 +89,7 @@ class AGSCLConfig(Settings):
 
     @property
     def freezes(self) -> bool:
-        """Whether important nodes never move again."""
+        """Whether AGS-CL freezes important nodes: they never move again."""
         return self.prox and math.isinf(self.lam)
 
 
@@ -121,7 +121,7 @@ class AGSCLKnowledge(TrunkBufferKnowledge):
 
 
 class AGSCLPlan(NodePlan):
-    """One task: which rows are free and important, how strongly each is penalised, and what steps do to them."""
+    """One task of AGS-CL: which rows are free and important, how strongly each is penalised, what steps do to them."""
 
     method: AGSCL
     saved: ClassVar[tuple[str, ...]] = ("schedule", "norms", "start_norm", "start_rows", "pruner")
@@ -163,7 +163,7 @@ class AGSCLPlan(NodePlan):
     # Loss function (2): the task's own loss; its penalties act through the proximal step below -----------------------
 
     def add_penalty(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Only without proximal steps: the gradient of μ‖θ‖ and λΩ‖θ − anchor‖ as (2) has them."""
+        """AGS-CL's penalty, only without proximal steps: the gradient of μ‖θ‖ and λΩ‖θ − anchor‖ as (2) has them."""
         config, trained = self.method.config, {id(p) for group in optimizer.param_groups for p in group["params"]}
         for rows, anchors in ((self.free_rows, None), (self.important_rows, self.anchors)):
             if config.prox or not len(rows):
@@ -178,7 +178,7 @@ class AGSCLPlan(NodePlan):
     # Learning with proximal gradient descent (3) to (7) --------------------------------------------------------------
 
     def restore(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
-        """After every step (4): weights from a later node into an earlier one are 0 (I.1), if that is the rule."""
+        """After AGS-CL's steps (4): weights from a later node into an earlier one are 0 (I.1), if that is the rule."""
         self.zero_masks.apply_()
 
     def proximal_step(self, optimizer: Optimizer, skipped: Tensor | None) -> None:
@@ -198,7 +198,7 @@ class AGSCLPlan(NodePlan):
         self.pruner.prune_after_epoch()
 
     def end_steps(self) -> None:
-        """The proximal step for the steps since the last one, when the task ends, and what is left to prune."""
+        """AGS-CL's end of a task: the proximal step for the steps since the last one, and what is left to prune."""
         self.build()  # the loop may have replaced parameters, e.g. by load_state_dict(…, assign=True)
         if (share := self.schedule.end_task()) is not None:
             self._run_proximal_step(share)
@@ -256,7 +256,7 @@ class AGSCL(NodeViewMethod):
 
     @property
     def free(self) -> Tensor:
-        """(groups,) nodes that were never important."""
+        """(groups,) AGS-CL's free nodes: those that were never important."""
         return self.knowledge.free
 
     @property
@@ -269,7 +269,7 @@ class AGSCL(NodeViewMethod):
 
     @property
     def depends_on_batch_size(self) -> bool:
-        """A mean does not depend on it; statistics of BatchNorm and what dropout draws do."""
+        """AGS-CL's mean activation does not depend on it; statistics of BatchNorm and what dropout draws do."""
         return self._graph is None or bool(self.graph.norms) or self.config.importance_mode == "train"
 
     def _init_nodes(self) -> None:
@@ -326,11 +326,11 @@ class AGSCL(NodeViewMethod):
     # What it reports -------------------------------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        """Per layer, how many nodes each task has taken, how many are free, and how many more tasks fit."""
+        """AGS-CL's capacity per layer: the nodes each task has taken, how many are free, how many more tasks fit."""
         return measure_capacity(self.graph, self.knowledge.first_task, self.tasks, self.config.budget)
 
     def memory(self) -> dict[str, int]:
-        """As `Method.memory`, with the certificate's `digests` in bytes."""
+        """AGS-CL's memory as `Method.memory` has it, with the certificate's `digests` in bytes."""
         counts, size = super().memory(), 0 if self.knowledge.digests is None else self.knowledge.digests.bytes
         return {**counts, "digests": size, "bytes": counts["bytes"] + size}
 

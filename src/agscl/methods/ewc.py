@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge, WeightMethod
 from agscl.methods._parts.sample_gradients import as_single_score, count_samples, measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig, WeightKnowledge, WeightMethod
 from agscl.system.sums import sum_dtype, to_sum_dtype
 
 __all__ = ["EWC", "EWCConfig"]
@@ -106,7 +106,7 @@ class EWC(WeightMethod):
 
     @torch.no_grad()
     def penalty(self) -> Tensor:
-        """λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
+        """EWC's λ/2 Σ F (θ − θ*)² for the weights as they are now, summed over tasks with accumulation="separate"."""
         return self.strength * (self._sum_weighted_distances() + self.knowledge.minimum)
 
     # Measuring -------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class EWC(WeightMethod):
 
 
 def sample_classes(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw (samples,) classes from the predicted distributions, with the inverse of their cumulative probabilities.
+    """Draw (samples,) classes for EWC's Fisher from the predicted distributions, by inverting their cumulative sums.
 
     `uniforms` (samples,) are random numbers in [0, 1).
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agscl.methods._parts.frozen_after_first import FrozenPartsMethod
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod
 
 __all__ = ["Frozen"]
 

@@ -21,14 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
-from agscl.methods._parts.memory import Memory, Outline
-from agscl.methods._parts.method_parameters import compute_step
+from agscl.methods._parts.memory_forecast import Memory, Outline
+from agscl.methods._parts.method_parameters import compute_method_parameter_step
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
+from agscl.methods._parts.thread_local_tensors import PerThread, View, make_replaceable, restore_plain_dicts
 from agscl.system.distributed import average_over_ranks_, copy_from_first_rank_, is_distributed
 from agscl.system.sums import to_sum_dtype
 
@@ -78,7 +78,7 @@ class HATKnowledge(Knowledge):
 
 
 class HATPlan(NodePlan):
-    """One task: its embedding, which the plan moves by itself, and the weights that earlier tasks use."""
+    """One task of HAT: its embedding, which the plan moves by itself, and the weights that earlier tasks use."""
 
     method: HAT
     saved: ClassVar[tuple[str, ...]] = ("embedding_values", "moments", "moves", "position", "moment_age")
@@ -123,7 +123,7 @@ class HATPlan(NodePlan):
         self.moments = self.moments or [torch.zeros_like(values, device=device) for _ in range(2)]
 
     def build(self) -> None:
-        """The factor 1 − min(mask_out, mask_in) of every weight that an earlier task uses; 1 − mask_out of the rest."""
+        """HAT's factor 1 − min(mask_out, mask_in) of every weight that earlier tasks use; 1 − mask_out of the rest."""
         used_groups = self.method.knowledge.used
         used = torch.cat([used_groups, used_groups.new_ones(1)])  # the last: a column that reads no node is in use
         self._masks = []
@@ -158,7 +158,7 @@ class HATPlan(NodePlan):
 
     @property
     def s(self) -> float | Tensor:
-        """s at this point of the epoch."""
+        """HAT's s at this point of the epoch."""
         if self.steps_per_epoch is None:
             return 1.0
         low, high, last = 1 / self.method.config.s_max, self.method.config.s_max, self.steps_per_epoch - 1
@@ -199,7 +199,7 @@ class HATPlan(NodePlan):
             gradient = self.compensate(gradient + self.penalty_gradient(s, e.detach()), e.detach(), s)
         self.moves += 1
         self.moment_age += 1
-        e.sub_(compute_step(optimizer, group, gradient, self.moments, self.moment_age)).clamp_(
+        e.sub_(compute_method_parameter_step(optimizer, group, gradient, self.moments, self.moment_age)).clamp_(
             -MAX_EMBEDDING, MAX_EMBEDDING
         )
         if skipped is not None:  # a fused optimizer skipped the step on overflow
@@ -207,18 +207,18 @@ class HATPlan(NodePlan):
                 tensor.copy_(torch.where(skipped.reshape(()) > 0, value_before, tensor))
 
     def exact_gradient(self, gate_gradient: Tensor, embedding: Tensor) -> Tensor:
-        """Eq. 6 in closed form: s_max · σ(e) · σ(−e) times the gradient by the gate, penalty included."""
+        """HAT's eq. 6 in closed form: s_max · σ(e) · σ(−e) times the gradient by the gate, penalty included."""
         free = 1 - self.method.knowledge.used
         total = gate_gradient + self.method.config.c * free / free.sum().clamp(min=1e-12)
         return self.method.config.s_max * torch.sigmoid(embedding) * torch.sigmoid(-embedding) * total
 
     def penalty_gradient(self, s: float | Tensor, embedding: Tensor) -> Tensor:
-        """The gradient, by the embedding, of c · Σ m(1 − m_prev) / Σ (1 − m_prev) with m = σ(s·e)."""
+        """The gradient, by the embedding, of HAT's penalty c · Σ m(1 − m_prev) / Σ (1 − m_prev) with m = σ(s·e)."""
         free, m = 1 - self.method.knowledge.used, torch.sigmoid(s * embedding)
         return self.method.config.c * s * free * m * (1 - m) / free.sum().clamp(min=1e-12)
 
     def compensate(self, gradient: Tensor, embedding: Tensor, s: float | Tensor) -> Tensor:
-        """The gradient times s_max/s · (cosh(s·e) + 1) / (cosh(e) + 1), so that a steep gate learns too (eq. 6)."""
+        """The gradient times s_max/s · (cosh(s·e) + 1) / (cosh(e) + 1), so that HAT's steep gates learn too (eq. 6)."""
         steep = (s * embedding).clamp(-MAX_COSH, MAX_COSH)
         return gradient * (self.method.config.s_max / s) * (torch.cosh(steep) + 1) / (torch.cosh(embedding) + 1)
 
@@ -312,18 +312,18 @@ class HAT(NodeMethod):
 
     @property
     def embedding(self) -> nn.Parameter | None:
-        """Of the task under way."""
+        """HAT's embedding of the task under way."""
         return None if self.plan is None else self.plan.embedding
 
     def mask(self, task: str) -> Tensor:
-        """(groups,) the gates of a learned task, or of the one under way, at s_max."""
+        """(groups,) HAT's gates for a learned task, or for the one under way, at s_max."""
         learning = task == self.task and self.embedding is not None
         embedding = self.embedding if learning else self.knowledge.embeddings[task]
         assert embedding is not None
         return _compute_gates(self.config.s_max, embedding.detach())
 
     def penalty(self) -> Tensor:
-        """c · Σ m(1 − m_prev) / Σ (1 − m_prev) at s_max."""
+        """HAT's penalty c · Σ m(1 − m_prev) / Σ (1 − m_prev) at s_max."""
         if self.task is None or self.embedding is None:
             return super().penalty()
         free = 1 - self.knowledge.used
@@ -390,7 +390,7 @@ class HAT(NodeMethod):
         self._pass_gates.clear()
 
     def forget_last_pass(self) -> None:
-        """The last forward pass will not go backward any more."""
+        """Forget HAT's last forward pass, which will not go backward any more."""
         self._last_gates = None
 
     def _compute_pass_gates(self, task: str | None) -> Gates | None:
@@ -490,14 +490,14 @@ class HAT(NodeMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """An embedding of each group for each task, and the largest gate of all tasks."""
+        """Of HAT: an embedding of each group for each task, and the largest gate of all tasks."""
         numbers = (tasks + 1) * outline.groups
         return Memory.from_counts(
             masks=outline.groups, embeddings=tasks * outline.groups, bytes=numbers * outline.default_bytes
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: gates it holds `open`, `shared` with earlier tasks; nodes `used` by any task and `free`;
+        """Of HAT's last task: gates it holds `open`, `shared` with earlier tasks; nodes `used` by any task and `free`;
         `sparsity`, the share of free ones; `binary`, the share of its gates that are exactly 0 or 1."""
         return super().statistics()
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod, WeightPlan
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig, WeightMethod, WeightPlan
 
 __all__ = ["L2", "L2Config"]
 
@@ -29,7 +29,7 @@ class L2Plan(WeightPlan):
 
     @property
     def importances(self) -> None:
-        """All are 1."""
+        """L2's importances: all are 1."""
 
 
 class L2(WeightMethod):
@@ -51,7 +51,7 @@ class L2(WeightMethod):
         return self.config.lam / 2
 
     def _current_importances(self) -> None:
-        """All are 1."""
+        """L2's importances: all are 1."""
 
     def _accumulate(self, protected: dict[str, nn.Parameter], new: Tensors) -> None:
         self.knowledge.anchors.update({name: parameter.detach().clone() for name, parameter in protected.items()})

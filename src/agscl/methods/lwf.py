@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from agscl.graph.forward import switch_mode
+from agscl.graph.model_state import switch_mode
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.plan import Plan
@@ -41,7 +41,7 @@ class LwFConfig(Settings):
 
 
 class LwFPlan(Plan):
-    """One task: a copy of the trunk as the task began is the teacher."""
+    """One task of LwF: a copy of the trunk as the task began is the teacher."""
 
     method: LwF
     saved: ClassVar[tuple[str, ...]] = ("teacher", "loss_called")
@@ -81,7 +81,7 @@ class LwFPlan(Plan):
             self._features = (args[0], output) if args else None
 
     def pop_features(self, x: Any) -> Any:
-        """The trunk's features of `x`, for old heads: those of the pass that has just run on it, or of a new one."""
+        """The trunk's features of `x`, for LwF's old heads: those of the pass that has just run, or of a new one."""
         remembered, self._features = self._features, None
         assert isinstance(self.method.model, MultiHead)
         features = remembered[1] if remembered and remembered[0] is x else self.method.model.trunk(x)
@@ -126,7 +126,7 @@ class LwF(Method):
     needs = frozenset({"loss"})
 
     def loss(self, x: Any, output: Any) -> Tensor:
-        """The old tasks' term for the inputs `x`, whose output for the task under way is `output`."""
+        """LwF's term for the old tasks on the inputs `x`, whose output for the task under way is `output`."""
         if self.plan is None or not self.plan.teacher:
             return super().loss(x, output)
         self.plan.loss_called = True

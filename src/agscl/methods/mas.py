@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightMethod
 from agscl.methods._parts.sample_gradients import measure_gradients
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig, WeightMethod
 
 __all__ = ["MAS", "MASConfig"]
 

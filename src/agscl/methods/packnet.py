@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.frozen_by_hand import refuse_frozen_by_hand
+from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
@@ -58,7 +58,7 @@ class PackNetKnowledge(TrunkBufferKnowledge):
 
 
 class PackedWeight(NamedTuple):
-    """A place where a packed weight is used; a tied one has several."""
+    """A place where a weight that PackNet packs is used; a tied one has several."""
 
     module: nn.Module
     key: str
@@ -67,7 +67,7 @@ class PackedWeight(NamedTuple):
 
 
 class PackNetPlan(FixedWeightsPlan):
-    """One task: it trains free weights, then those it kept when it was pruned."""
+    """One task of PackNet: it trains free weights, then those it kept when it was pruned."""
 
     method: PackNet
     saved: ClassVar[tuple[str, ...]] = ("trained_names", "epoch", "pruned_at_step")
@@ -87,7 +87,7 @@ class PackNetPlan(FixedWeightsPlan):
         super().attach()
 
     def build(self) -> None:
-        """Copy what no step may change: weights of other tasks and, once pruned, the free ones."""
+        """Copy what no step of PackNet may change: weights of other tasks and, once pruned, the free ones."""
         trained_owner = len(self.method.tasks) if self.is_pruned else FREE
         weights = self.method.packed_parameters()
         self._fixed = []
@@ -128,7 +128,7 @@ class PackNetPlan(FixedWeightsPlan):
 
     @torch.no_grad()
     def prune(self) -> None:
-        """Of each layer's weights that this task trained, the smallest share becomes zero and free again."""
+        """PackNet's pruning: of the weights of a layer that this task trained, the smallest become 0 and free again."""
         weights, number = self.method.packed_parameters(), len(self.method.tasks)
         for name in self.trained_names:
             weight, owner = weights[name], self.method.knowledge.owner[name]
@@ -245,11 +245,11 @@ class PackNet(TaskViewMethod, TrunkBufferMethod, FrozenPartsMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """The task that owns each weight, in one byte."""
+        """Of PackNet: the task that owns each weight, in one byte."""
         return Memory.from_counts(masks=outline.packed, bytes=outline.packed)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: `owned`, the weights it keeps; `free`, those left for later tasks, and their share."""
+        """Of PackNet's last task: `owned`, weights it keeps; `free`, those left for later tasks, and their share."""
         return super().statistics()
 
     def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.path_integral import PathMethod, PathPlan
-from agscl.methods._parts.penalties import Tensors, WeightConfig, WeightKnowledge
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig, WeightKnowledge
 
 __all__ = ["RWalk", "RWalkConfig"]
 
@@ -160,7 +160,7 @@ class RWalk(PathMethod):
         self.plan.current = self.add_up_importances()  # for the figures on this task
 
     def add_up_importances(self) -> Tensors:
-        """F + s as they are now."""
+        """RWALK's importances F + s as they are now."""
         fisher, score = self.knowledge.fisher, self.knowledge.score
         if self.config.normalise and fisher:
             fisher, score = _normalise(fisher), _normalise(score)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.path_integral import PathMethod, PathPlan
-from agscl.methods._parts.penalties import Tensors, WeightConfig
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
+from agscl.methods._parts.weight_method import Tensors, WeightConfig
 
 __all__ = ["SI", "SIConfig"]
 

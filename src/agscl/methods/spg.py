@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from agscl.methods._parts.batches import make_repeatable
-from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
-from agscl.methods._parts.penalties import Tensors, find_protected
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.recorded_outputs import concat_tensors
 from agscl.methods._parts.sample_gradients import Score, as_single_score, measure_gradients
 from agscl.methods._parts.settings import Settings
 from agscl.methods._parts.soft_masks import SoftMask, mask_gradients_, mask_updates_
+from agscl.methods._parts.weight_method import Tensors, find_protected
 from agscl.system.describe import describe_value
 from agscl.system.sums import to_sum_dtype
 
@@ -51,7 +51,7 @@ class SPGKnowledge(Knowledge):
 
 
 class SPGPlan(FrozenPartsPlan):
-    """One task: each weight takes a share of its steps, and the head the mean share of all weights."""
+    """One task of SPG: each weight takes a share of its steps, and the head the mean share of all weights."""
 
     method: SPG
 
@@ -138,7 +138,7 @@ class SPG(FrozenPartsMethod):
         return False
 
     def head_factor(self) -> float:
-        """The mean of 1 − importance over all weights: the share of a step that a head takes."""
+        """The mean of 1 − importance over all weights: the share of a step that a head takes in SPG."""
         importances = self.knowledge.importances.values()
         count = sum(importance.numel() for importance in importances)
         return 1 - sum(float(to_sum_dtype(importance).sum()) for importance in importances) / max(1, count)
@@ -184,16 +184,16 @@ class SPG(FrozenPartsMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """One importance for each weight."""
+        """Of SPG: one importance for each weight."""
         return Memory.from_counts(importances=outline.weights.numbers, bytes=outline.weights.bytes)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: mean and maximum of the importances after it."""
+        """Of SPG's last task: mean and maximum of the importances after it."""
         return super().statistics()
 
 
 def normalise_gradient(gradient: Tensor) -> Tensor:
-    """tanh of the entries with their mean taken off, in units of their standard deviation (over n − 1)."""
+    """A gradient as SPG compares it: tanh of entries less their mean, in units of their deviation (over n − 1)."""
     centred = to_sum_dtype(gradient)
     centred = centred - centred.mean()
     deviation = centred.square().sum().div(max(1, gradient.numel() - 1)).sqrt()

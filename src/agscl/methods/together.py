@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from agscl.methods._parts.batches import Batches, make_repeatable
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.node_method import NodeMethod
-from agscl.methods._parts.penalties import WeightMethod
 from agscl.methods._parts.task_views import TaskViewMethod
+from agscl.methods._parts.weight_method import WeightMethod
 from agscl.system.sums import to_sum_dtype
 
 __all__ = ["Together"]
@@ -125,12 +125,12 @@ class Together(Method):
             yield
 
     def state_dict_for(self, task: str) -> dict[str, Tensor]:
-        """The model's state_dict as `task` sees it, by the method that hides weights of later tasks, if one does."""
+        """The model's state_dict as `task` sees it, by that of the methods that hides later tasks' weights, if any."""
         method = next((method for method in self.methods if isinstance(method, TaskViewMethod)), None)
         return super().state_dict_for(task) if method is None else method.state_dict_for(task)
 
     def memory(self) -> dict[str, int]:
-        """The sum of what the methods hold."""
+        """The sum of what the methods together hold."""
         total: dict[str, int] = {}
         for method in self.methods:
             for purpose, count in method.memory().items():
@@ -138,7 +138,7 @@ class Together(Method):
         return total
 
     def statistics(self) -> dict[str, Any]:
-        """Each method's own, by its place and name."""
+        """The statistics of each of the methods together, by its place and name."""
         return {f"{n} {type(m).__name__}": m.statistics() for n, m in enumerate(self.methods, 1)}
 
     def _default_probe(self) -> tuple[Any, int | None]:

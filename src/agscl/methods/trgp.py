@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from agscl.graph.probing import LAYERS
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
-from agscl.methods._parts.method_parameters import compute_step
+from agscl.methods._parts.memory_forecast import Memory, Outline
+from agscl.methods._parts.method_parameters import compute_method_parameter_step
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.subspaces import (
@@ -77,7 +77,7 @@ class TRGPKnowledge(SubspaceKnowledge):
 
 
 class TRGPPlan(SubspacePlan):
-    """One task: GPM's projections, and the scales on the subspaces of related tasks, which the plan moves by itself."""
+    """One task of TRGP: GPM's projections, and scales on subspaces of related tasks, which the plan moves itself."""
 
     method: TRGP
     saved: ClassVar[tuple[str, ...]] = ("scale_values", "moments", "moment_ages")
@@ -179,7 +179,7 @@ class TRGPPlan(SubspacePlan):
             for task, gradient in gradients.items():
                 scale, moments = self.scales[name][task], self.moments[name][task]
                 before = [] if skipped is None else [t.detach().clone() for t in (scale, *moments)]
-                scale.sub_(compute_step(optimizer, group, gradient, moments, self.moment_ages[name]))
+                scale.sub_(compute_method_parameter_step(optimizer, group, gradient, moments, self.moment_ages[name]))
                 for tensor, value in zip((scale, *moments), before, strict=False):  # a fused optimizer's skipped step
                     tensor.copy_(torch.where(skipped.reshape(()) > 0, value, tensor))  # type: ignore[union-attr]
         self._gradients = {}
@@ -252,11 +252,14 @@ class TRGP(SubspaceMethod):
             self.plan.clear_moments(when)
 
     def find_subspace(self, name: str, task: str) -> Tensor:
-        """The directions of a weight that a learned task owns: (groups, columns, directions)."""
+        """The directions of a weight that a learned task owns in TRGP: (groups, columns, directions)."""
         return select_directions(self.knowledge.bases[name], self.knowledge.used[task][name])
 
     def measure_shares(self, name: str, gradient: Tensor) -> dict[str, float] | None:
-        """Per learned task, ‖proj(gradient)‖ / ‖gradient‖ for its subspace; None if the gradient is 0 or not finite."""
+        """How related TRGP finds each learned task: ‖proj(gradient)‖ / ‖gradient‖ for its subspace.
+
+        None if the gradient is 0 or not finite.
+        """
         basis = self.knowledge.bases[name]
         rows = to_sum_dtype(gradient.reshape(len(basis), -1, basis.shape[1]))
         total = float(rows.square().sum())
@@ -279,7 +282,7 @@ class TRGP(SubspaceMethod):
     # Running the model for a task ------------------------------------------------------------------------------------
 
     def hook_layers(self) -> None:
-        """Hook every layer whose weight some task scales."""
+        """Hook every layer whose weight TRGP scales for some task."""
         names = {name for scales in self.knowledge.scales.values() for name in scales}
         if self.plan is not None:
             names |= {name for name, scales in self.plan.scales.items() if scales}
@@ -290,7 +293,7 @@ class TRGP(SubspaceMethod):
             ]
 
     def can_scale(self, name: str) -> bool:
-        """Whether all layers with this weight are plain: a Linear or Conv without a forward pass of its own."""
+        """Whether TRGP can scale this weight: all its layers are a Linear or Conv without a forward pass of its own."""
         kinds = {
             type(module): next((k for k in LAYERS if isinstance(module, k)), None) for module in self._find_layers(name)
         }
@@ -349,7 +352,7 @@ class TRGP(SubspaceMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """GPM's directions; of each task which are its own, and scales for the most related ones that it can have."""
+        """Of TRGP: GPM's directions; per task which are its own, and scales for the most related ones it can have."""
         bases = super().forecast_memory(outline, tasks, settings).counts
         samples, related = (settings.get(key, getattr(TRGPConfig, key)) for key in ("samples", "related"))
         masks = scales = size = 0
@@ -369,7 +372,7 @@ class TRGP(SubspaceMethod):
         )
 
     def statistics(self) -> dict[str, Any]:
-        """As GPM's, and `related`: per weight, the old tasks whose subspaces this one scales."""
+        """Of TRGP's last task: as GPM's, and `related`, per weight the old tasks whose subspaces this one scales."""
         return super().statistics()
 
     def _load_knowledge(self, state: Mapping[str, Any], task: str | None) -> None:
@@ -388,7 +391,7 @@ class TRGP(SubspaceMethod):
 
 
 def scale_weight(weight: Tensor, terms: Iterable[Term]) -> Tensor:
-    """W + Σ W B (Q − I) Bᵀ: bit for bit W where every Q is the identity."""
+    """TRGP's weight W + Σ W B (Q − I) Bᵀ: bit for bit W where every Q is the identity."""
     scaled = weight
     with torch.autocast(weight.device.type, enabled=False):
         for basis, scale in terms:
@@ -400,13 +403,13 @@ def scale_weight(weight: Tensor, terms: Iterable[Term]) -> Tensor:
 
 
 def compute_scale_gradient(weight: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
-    """The gradient by Q where all scales are the identity, given that by the weight: BᵀWᵀGB."""
+    """The gradient by TRGP's scale matrix Q where all are the identity, given that by the weight: BᵀWᵀGB."""
     rows, row_gradients = (t.reshape(len(basis), -1, basis.shape[1]).to(basis.dtype) for t in (weight, gradient))
     return (rows @ basis).mT @ (row_gradients @ basis)
 
 
 def run_layer(layer: nn.Module, layer_input: Tensor, weight: Tensor) -> Tensor:
-    """The output of a Linear or Conv with another weight."""
+    """The output of a Linear or Conv with the weight that TRGP scaled."""
     bias = layer._parameters["bias"]
     if isinstance(layer, nn.Linear):
         return F.linear(layer_input, weight, bias)
@@ -415,7 +418,7 @@ def run_layer(layer: nn.Module, layer_input: Tensor, weight: Tensor) -> Tensor:
 
 
 def select_directions(basis: Tensor, used: Tensor) -> Tensor:
-    """The used directions of a basis: (groups, columns, most of any group), zero where a group has fewer."""
+    """The directions of a basis that TRGP uses: (groups, columns, most of any group), zero where a group has fewer."""
     width = int(used.sum(1).max())
     order = used.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]  # in their order
     chosen = basis.gather(2, order[:, None].expand(-1, basis.shape[1], -1))

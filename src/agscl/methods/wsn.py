@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from agscl.methods._parts.frozen_after_first import FixedWeightsPlan, FrozenPartsMethod
+from agscl.methods._parts.frozen_parts import FixedWeightsPlan, FrozenPartsMethod
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.settings import Settings
@@ -59,7 +59,7 @@ class WSNKnowledge(TrunkBufferKnowledge):
 
 
 class WSNPlan(FixedWeightsPlan):
-    """One task: its scores, which the optimizer trains; the weights that earlier tasks use are fixed."""
+    """One task of WSN: its scores, which the optimizer trains; the weights that earlier tasks use are fixed."""
 
     method: WSN
     saved: ClassVar[tuple[str, ...]] = ("scores_had_gradient",)
@@ -83,7 +83,7 @@ class WSNPlan(FixedWeightsPlan):
                 self._averaged.append(scores)
 
     def build(self) -> None:
-        """Copy the weights that earlier tasks use: no step may change them."""
+        """Copy the weights that earlier tasks use: no step of WSN may change them."""
         self._fixed = []
         if masks := list(self.method.knowledge.masks.values()):
             weights = self.method.masked_parameters()
@@ -132,7 +132,7 @@ class WSNPlan(FixedWeightsPlan):
                 scores.grad = None  # the loop may clear the model's gradients, not the optimizer's
 
     def used_masks(self) -> dict[str, Tensor]:
-        """Per masked weight, which of its entries earlier tasks use; nothing in the first task."""
+        """Per weight that WSN masks, which of its entries earlier tasks use; nothing in the first task."""
         return dict(zip(self.scores, (used for _, used, _ in self._fixed), strict=False))
 
 
@@ -178,7 +178,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
 
     @property
     def scores(self) -> dict[str, Tensor]:
-        """Per masked weight, its scores; training changes them in place."""
+        """Per weight that WSN masks, its scores; training changes them in place."""
         return self.knowledge.scores
 
     def is_frozen(self, name: str) -> bool:
@@ -188,7 +188,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
         return {name: p for name, p in self.heads.list_trunk_parameters().items() if name in self.knowledge.scores}
 
     def init_scores(self) -> None:
-        """Draw the first scores, if there are none yet, and let the masked weights' modules run masked."""
+        """Draw WSN's first scores, if there are none yet, and let the masked weights' modules run masked."""
         trunk, knowledge = self.find_trunk_parameters(), self.knowledge
         if not knowledge.scores:
             generator = torch.Generator().manual_seed(self.config.seed)
@@ -204,14 +204,14 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
     # The masks -------------------------------------------------------------------------------------------------------
 
     def mask(self, task: str) -> dict[str, Tensor]:
-        """Per masked weight, which of its entries a learned task, or the one under way, uses."""
+        """Per weight that WSN masks, which of its entries a learned task, or the one under way, uses."""
         weights = self.masked_parameters()
         if task in self.knowledge.masks:
             return unpack_masks(self.knowledge.masks[task], weights)
         return {name: choose_largest(self.knowledge.scores[name], self.config.c) for name in weights}
 
     def mask_by_scores(self, name: str, weight: Tensor) -> Tensor:
-        """The weight as the task under way uses it, with a straight-through gradient for the scores."""
+        """The weight as the task under way uses it in WSN, with a straight-through gradient for the scores."""
         assert self.plan is not None
         scores = self.plan.scores[name]
         mask = choose_largest(scores.detach(), self.config.c) + (scores.abs() - scores.detach().abs())
@@ -261,7 +261,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
         self._masked_forwards = []
 
     def run_masked(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of the model, or of a part of it, with the weights of the task it is for."""
+        """Run the forward pass of the model, or of a part of it, with the weights that WSN masks for its task."""
         shown = _SHOWN.get().get(self)
         if shown is not None and shown.is_running and module is not self.model:
             return forward(*args, **kwargs)
@@ -299,7 +299,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
     # What it reports, saving -----------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """As for every method; an entry of a mask counts as one number, and takes a bit between tasks."""
+        """WSN's memory: an entry of a mask counts as one number, and takes a bit between tasks."""
         counts = super().memory()
         entries = sum(scores.numel() for scores in self.knowledge.scores.values())
         packed = sum(bits.numel() for bits in self.knowledge.masks.values())
@@ -307,7 +307,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """A bit per weight and task, and a score per weight."""
+        """Of WSN: a bit per weight and task, and a score per weight."""
         bytes_per_score = max(4, outline.weights.bytes // max(1, outline.weights.numbers))
         return Memory.from_counts(
             masks=tasks * outline.packed,
@@ -316,7 +316,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
         )
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: the weights `chosen`, and those of them `shared` with earlier tasks; the weights left
+        """Of WSN's last task: the weights `chosen`, and those of them `shared` with earlier tasks; the weights left
         `free` by all tasks, and their share."""
         return super().statistics()
 
@@ -327,7 +327,7 @@ class WSN(TrunkBufferMethod, FrozenPartsMethod):
 
 
 class Shown(NamedTuple):
-    """The task whose weights a context shows, and whether a forward pass runs on them already."""
+    """The task whose masked weights WSN shows, and whether a forward pass runs on them already."""
 
     task: str | None
     is_running: bool
@@ -337,7 +337,7 @@ _SHOWN: ContextVar[Mapping[WSN, Shown]] = ContextVar("shown", default=MappingPro
 
 
 class MaskedForward:
-    """Stands in for the forward pass of a module of the model."""
+    """Stands in for the forward pass of a module whose weights WSN masks."""
 
     def __init__(self, method: WSN, module: nn.Module) -> None:
         self.method, self.module = method, module
@@ -401,7 +401,7 @@ class MaskedWeights(TorchFunctionMode):
 
 
 def choose_largest(scores: Tensor, share: float) -> Tensor:
-    """True for the round(share · n) of n scores that are largest in magnitude, at least one."""
+    """WSN's mask: true for the round(share · n) of n scores that are largest in magnitude, at least one."""
     count = max(1, round(share * scores.numel()))
     largest = scores.abs().flatten().topk(count, sorted=False).indices
     chosen = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
@@ -409,7 +409,7 @@ def choose_largest(scores: Tensor, share: float) -> Tensor:
 
 
 def pack_masks(masks: Iterable[Tensor]) -> Tensor:
-    """(⌈n/8⌉,) uint8, the n entries of some masks in their order, the first in the lowest bit."""
+    """(⌈n/8⌉,) uint8, the n entries of some of WSN's masks in their order, the first in the lowest bit."""
     entries = torch.cat([mask.flatten().byte() for mask in masks])
     padded = F.pad(entries, (0, -len(entries) % 8)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=padded.device)).sum(1, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from agscl.networks.cifar import CifarTrunk
 from agscl.networks.eight import EightTrunk
 from agscl.networks.mlp import MLP
 from agscl.networks.omniglot import OmniglotTrunk
-from agscl.networks.weights import WeightsError
+from agscl.networks.pretrained_weights import WeightsError
 
 __all__ = ["NETWORKS", "Trunk", "WeightsError"]
 

@@ -7,8 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from agscl.data.remote import RemoteFile
-from agscl.networks.weights import find_weights, load_weights
+from agscl.data.remote_file import RemoteFile
+from agscl.networks.pretrained_weights import find_weights, load_weights
 
 IMAGENET = RemoteFile(
     "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth",

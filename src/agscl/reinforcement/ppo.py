@@ -21,8 +21,8 @@ from torch.optim import Adam
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Method
 from agscl.reinforcement.config import PPOConfig
+from agscl.reinforcement.dormant_nodes import measure_layers
 from agscl.reinforcement.environments import Array, Environments, EnvironmentTask, Transition
-from agscl.reinforcement.layers import measure_layers
 from agscl.system.host_copies import copy_to_host
 from agscl.training.engine import StepCompiler, WorkRunner
 from agscl.training.seeds import derive_seed

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agscl.report.nodes import NodeHistory, count_moved, count_taken
-from agscl.report.read import Line, Outcome, ReportData
+from agscl.report.node_history import NodeHistory, count_moved, count_taken
+from agscl.report.report_data import Line, Outcome, ReportData
 from agscl.report.vega import INK, Spec
 
 METHOD_COLORS = {"agscl": "#0072b2", "paper-agscl": "#3aa0d8", "finetune": "#d55e00", "joint": "#6b7280"}
@@ -113,7 +113,7 @@ FADE = {"condition": {"param": "pick", "value": 1}, "value": 0.12}
 
 def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | None:
     """The accuracy on each task after each task, the mean over seeds, as a heat map."""
-    outcomes = line.complete
+    outcomes = line.complete_outcomes
     if not outcomes:
         return None
     count, values = len(outcomes[0].accuracies), []
@@ -191,7 +191,7 @@ def draw_average(report: ReportData) -> Spec | None:
     values: list[dict[str, Any]] = []
     labels = []
     for line in report.lines:
-        outcomes = line.complete
+        outcomes = line.complete_outcomes
         if not outcomes:
             continue
         labels.append(line.label)
@@ -567,7 +567,7 @@ def draw_losses(report: ReportData, outcomes: Mapping[str, Outcome], colors: Map
 
 
 def shorten_curve(row: Sequence[float], points: int) -> list[tuple[float, float]]:
-    """Positions within the task (0 to 1) and values; a long curve is averaged in `points` parts."""
+    """A curve in a chart: positions within the task (0 to 1) and values; a long one is averaged in `points` parts."""
     if len(row) <= points:
         return [((index + 1) / len(row), value) for index, value in enumerate(row)]
     bounds = [round(index * len(row) / points) for index in range(points + 1)]
@@ -780,7 +780,7 @@ def _fit_below(names: Sequence[str]) -> bool:
 
 
 def name_task(tasks: Sequence[str], index: int, width: int = 14) -> str:
-    """A task's number and name; a generic name stands alone."""
+    """A task's number and name as charts label it; a generic name stands alone."""
     name = tasks[index] if index < len(tasks) else ""
     if not name or name == f"task {index + 1}":
         return str(index + 1)

@@ -15,11 +15,11 @@ from typing import Any
 from agscl import __version__
 from agscl.report import vega
 from agscl.report.charts import FREE_COLOR, MOVED_COLOR, color_tasks
-from agscl.report.nodemap import draw_node_map
-from agscl.report.nodes import pack_nodes
-from agscl.report.read import ReportData
+from agscl.report.headline import list_figures, make_verdict
+from agscl.report.node_history import pack_nodes
+from agscl.report.node_map import draw_node_map
+from agscl.report.report_data import ReportData
 from agscl.report.sections import Section, make_sections
-from agscl.report.words import judge, list_figures
 from agscl.system.files import write_atomically
 
 MAX_BYTES = 6_000_000
@@ -74,7 +74,7 @@ def _fill_template(
     environment = _make_environment()
     page: str = environment.get_template("page.html").render(
         report=report,
-        verdict=judge(report),
+        verdict=make_verdict(report),
         figures=list_figures(report),
         sections=sections,
         pictures=pictures,
@@ -156,7 +156,7 @@ def _embed_play(report: ReportData, limit: int) -> list[dict[str, str]]:
 
 
 def write_figures(report: ReportData, folder: Path) -> list[Path]:
-    """Every chart and the node map after the last task, as SVG and PNG."""
+    """Write a page's charts, and its node map after the last task, as SVG and PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
 

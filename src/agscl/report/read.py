@@ -1,4 +1,4 @@
-"""What a page shows, read from the folders of runs as they are, as plain data that JSON can hold.
+"""What a page shows, read from the folders of runs as they are.
 
 Nothing here raises because a file is missing, damaged, cut short or of an older version: a sentence in `problems` says
 what is not shown and why. Only where there is nothing at all to show, `NothingToShow` says so.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agscl.analysis import metrics
 from agscl.certificate import Certificate
-from agscl.experiments.methods import METHODS, REFERENCE
-from agscl.experiments.run import certificate_path
-from agscl.report.nodes import NodeHistory, read_node_history
+from agscl.experiments.certificate_chain import certificate_path
+from agscl.experiments.method_entries import METHODS, REFERENCE
+from agscl.report.node_history import read_node_history
+from agscl.report.report_data import Line, Outcome, ReportData, RunData, get_title
 from agscl.runs import RunError
 from agscl.runs.events import read_events
-from agscl.runs.folder import DIVERGED, read_checked_json, read_json, read_result
+from agscl.runs.json_files import read_checked_json, read_json
+from agscl.runs.run_folder import DIVERGED, read_result
 from agscl.system.files import read_limited
 
 FILE_LIMIT = 200 * 2**20
@@ -35,170 +35,8 @@ class NothingToShow(Exception):
     """There is no run, comparison or study at a path; the message says what was expected."""
 
 
-@dataclass
-class Outcome:
-    """What one method did in one run."""
-
-    method: str
-    accuracies: list[list[float]]
-    """[i][j]: on task j after learning task i, 0 to 1; of agents, scores relative to the task's range."""
-    scores: list[list[float]] = field(default_factory=list)
-    """Of agents, in place of accuracies: the environment's own scores."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[list[float]] = field(default_factory=list)
-    """[task][epoch]."""
-    valid_losses: list[list[float]] = field(default_factory=list)
-    statistics: list[dict[str, Any]] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
-    weights: int = 0
-    seconds: float | None = None
-    plasticity: float | None = None
-    accumulated_reward: float | None = None
-    certificate: str | None = None
-
-
-@dataclass
-class RunData:
-    """One run, as its folder holds it."""
-
-    path: Path
-    config: dict[str, Any]
-    tasks: list[str]
-    finished: bool
-    progress: float
-    """The share of the training that is done, of the method being trained."""
-    outcomes: dict[str, Outcome]
-    environment: dict[str, Any] = field(default_factory=dict)
-    digest: str | None = None
-    certificates: list[Certificate] = field(default_factory=list)
-    nodes: NodeHistory | None = None
-    play: list[Path] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    verification: dict[str, Any] | None = None
-    """What `agscl verify` says: ok, and the last line."""
-
-    @property
-    def method(self) -> str:
-        return str(self.config.get("method") or (list(self.outcomes) or [""])[-1])
-
-    @property
-    def seed(self) -> int | None:
-        seed = self.config.get("seed")
-        return seed if isinstance(seed, int) else None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self.outcomes.get(self.method)
-
-
-@dataclass
-class Line:
-    """One method with one setting, over its seeds: a line in charts and tables."""
-
-    label: str
-    method: str
-    settings: dict[str, Any]
-    seeds: list[Any]
-    outcomes: list[Outcome]
-
-    @property
-    def tasks_learned(self) -> int:
-        """How many tasks the seed that is furthest has learned."""
-        return max((len(outcome.accuracies) for outcome in self.outcomes), default=0)
-
-    @property
-    def complete(self) -> list[Outcome]:
-        """Those that learned as many tasks as any: only these can be averaged."""
-        return [
-            outcome for outcome in self.outcomes if self.tasks_learned and len(outcome.accuracies) == self.tasks_learned
-        ]
-
-    def summarize(self, metric: str) -> dict[str, float | None]:
-        """Mean and standard deviation over seeds of average_accuracy, forgetting, stability or plasticity."""
-        values = [value for outcome in self.complete if (value := measure(outcome, metric)) is not None]
-        return {
-            "mean": statistics.mean(values) if values else None,
-            "deviation": statistics.stdev(values) if len(values) > 1 else None,
-        }
-
-
-def measure(outcome: Outcome, metric: str) -> float | None:
-    """A metric of one outcome; None where it is not known."""
-    if metric in ("plasticity", "accumulated_reward"):
-        value: float | None = getattr(outcome, metric)
-        return value
-    if not outcome.accuracies:
-        return None
-    compute: Callable[[metrics.Matrix], float] = getattr(metrics, metric)
-    value = compute(outcome.accuracies)
-    return value if math.isfinite(value) else None
-
-
-@dataclass
-class ReportData:
-    """All that a page shows."""
-
-    title: str
-    kind: str
-    """run, runs, comparison or study."""
-    preset: str
-    tasks: list[str]
-    lines: list[Line]
-    detail: RunData | None
-    """The run whose nodes, certificates and curves are shown."""
-    studies: list[dict[str, Any]]
-    problems: list[str]
-    command: str | None = None
-    source: dict[str, Any] = field(default_factory=dict)
-    """Of a comparison read from one file: its command, commit and machine."""
-    own_tasks: bool = False
-    """Whether runs that are compared have different tasks, or another order."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the figures at the end are those of all tasks."""
-        if self.kind == "run":
-            return self.detail is None or self.detail.finished
-        return self.own_tasks or self.tasks_learned == len(self.tasks)
-
-    @property
-    def tasks_learned(self) -> int:
-        """How many tasks the method that is furthest has learned."""
-        return max((line.tasks_learned for line in self.lines if not is_bound(line.method)), default=0)
-
-    @property
-    def is_score(self) -> bool:
-        return any(outcome.scores for line in self.lines for outcome in line.outcomes)
-
-    @property
-    def main_line(self) -> Line | None:
-        """The line that the page is about: the run's method, or the best of a comparison."""
-        if self.kind == "run" and self.detail is not None:
-            return next((line for line in self.lines if line.method == self.detail.method), None)
-        ranked = self.ranked
-        return ranked[0] if ranked else None
-
-    @property
-    def ranked(self) -> list[Line]:
-        """Lines by their average accuracy, the highest first; bounds are no methods that one could use.
-
-        Averages over fewer tasks cannot be compared: of several runs, those that are `unranked` are left out.
-        """
-        unranked = self.unranked
-        methods = [line for line in self.lines if not is_bound(line.method) and line not in unranked]
-        found = [(mean, line) for line in methods if (mean := line.summarize("average_accuracy")["mean"]) is not None]
-        return [line for _, line in sorted(found, key=lambda pair: -pair[0])]
-
-    @property
-    def unranked(self) -> list[Line]:
-        """Methods of a comparison that have learned fewer tasks than others."""
-        if self.kind == "run" or self.own_tasks:
-            return []
-        return [line for line in self.lines if not is_bound(line.method) and line.tasks_learned < self.tasks_learned]
-
-
 def read_report(paths: Sequence[Path]) -> ReportData:
-    """The report of a run, of several runs, of the folder of a comparison or a study, or of a comparison's file."""
+    """Read the report of a run, of several runs, of the folder of a comparison or study, or of a comparison's file."""
     if not paths:
         raise NothingToShow("give at least one run, or the folder of a comparison")
     for path in paths:
@@ -232,20 +70,20 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path, *, nodes: bool = True) -> RunData:
-    """All that a run's folder holds; without `nodes` neither certificates nor what is known of nodes."""
+    """Read all that a run's folder holds; without `nodes` neither certificates nor what is known of nodes."""
     problems: list[str] = []
-    result = _read_tolerantly(folder / "result.json", problems, lambda _: read_result(folder)) or {}
-    config = _read_tolerantly(folder / "config.json", problems, read_checked_json)
+    result = read_tolerantly(folder / "result.json", problems, lambda _: read_result(folder)) or {}
+    config = read_tolerantly(folder / "config.json", problems, read_checked_json)
     if config is None:
         config = result.get("config")
     if not isinstance(config, dict):
         problems.append("config.json is missing, so the settings of this run are not shown.")
         config = {}
     events = _read_event_log(folder, problems)
-    data = _read_tolerantly(folder / "data.json", [], read_checked_json) or {}
+    data = read_tolerantly(folder / "data.json", [], read_checked_json) or {}
     tasks = [_text(task) for task in result.get("tasks") or data.get("tasks") or ()] or _find_tasks(events)
     outcomes = _collect_outcomes(result, events, problems)
-    diverged = _read_tolerantly(folder / DIVERGED, [], read_checked_json)
+    diverged = read_tolerantly(folder / DIVERGED, [], read_checked_json)
     current = events[-1].get("method") if events else None
     progress = max((_number(one.get("progress")) or 0.0 for one in events if one.get("method") == current), default=0.0)
     finished = bool(result)
@@ -254,7 +92,7 @@ def read_run(folder: Path, *, nodes: bool = True) -> RunData:
         problems.append(f"Training stopped: {_text(diverged.get('reason'))}.")
     elif not finished:
         problems.append(_describe_position(run, events))
-    environment = _read_tolerantly(folder / "environment.json", [], read_checked_json) or result.get("environment")
+    environment = read_tolerantly(folder / "environment.json", [], read_checked_json) or result.get("environment")
     run.environment = environment if isinstance(environment, dict) else {}
     run.digest = result.get("digest") if isinstance(result.get("digest"), str) else None
     run.play = sorted(path for pattern in PLAY for path in (folder / "play").rglob(pattern) if path.is_file())
@@ -264,8 +102,8 @@ def read_run(folder: Path, *, nodes: bool = True) -> RunData:
     return run
 
 
-def _read_tolerantly(path: Path, problems: list[str], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
-    """A JSON file of a run; where its checksum does not match, its content as it is, with a sentence that says so."""
+def read_tolerantly(path: Path, problems: list[str], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+    """Read a JSON file of a run; where its checksum does not match, as it is, with a sentence that says so."""
     if not path.exists():
         return None
     try:
@@ -445,7 +283,7 @@ def _read_group(folder: Path) -> ReportData:
         raise NothingToShow(f"{folder} holds no run, no comparison and no study{hint}")
     runs = [read_run(path, nodes=False) for path in paths]
     problems = [f"{run.path.name}: {problem}" for run in runs for problem in run.problems]
-    if errors := _read_tolerantly(folder / "comparison.json", [], read_json):
+    if errors := read_tolerantly(folder / "comparison.json", [], read_json):
         missing = errors.get("missing")
         for name, reason in missing.items() if isinstance(missing, dict) else ():
             problems.append(f"{name} failed: {_text(reason)}")
@@ -574,7 +412,7 @@ def _read_comparison_file(path: Path) -> ReportData:
 
 
 def _read_studies(folder: Path) -> list[dict[str, Any]]:
-    found = [_read_tolerantly(folder / f"{name}.json", [], read_json) for name in STUDIES]
+    found = [read_tolerantly(folder / f"{name}.json", [], read_json) for name in STUDIES]
     return [_name_papers_form(study) for study in found if study]
 
 
@@ -586,31 +424,7 @@ def _name_papers_form(study: dict[str, Any]) -> dict[str, Any]:
     return study
 
 
-def add_provenance(report: ReportData, paths: Sequence[Path]) -> None:
-    """Add the command that starts it again, and what checking the run shown in detail finds."""
-    from agscl.report.checks import check_run
-    from agscl.report.commands import make_compare_command, make_run_command
-
-    if report.kind == "run" and report.detail is not None:
-        report.command = make_run_command(report.detail.config)
-    elif report.kind == "comparison" and paths[0].is_dir():
-        configs = [_read_tolerantly(path, [], read_checked_json) for path in sorted(paths[0].glob("*/config.json"))]
-        report.command = make_compare_command([config for config in configs if config])
-    if report.detail is not None:
-        known = len(report.detail.problems)
-        check_run(report.detail)
-        report.problems += report.detail.problems[known:]
-
-
 # Values that somebody else wrote -------------------------------------------------------------------------------------
-
-
-def get_title(method: str) -> str:
-    return METHODS[method].title if method in METHODS else method
-
-
-def is_bound(method: str) -> bool:
-    return method in METHODS and METHODS[method].is_bound
 
 
 def _number(value: Any) -> float | None:

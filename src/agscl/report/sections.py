@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agscl.analysis.memory import WEIGHT_WISE, Amount, Outline, forecast_memory
-from agscl.experiments.methods import METHODS
+from agscl.experiments.method_entries import METHODS, WEIGHT_WISE
 from agscl.methods._agscl.budget import count_kept
+from agscl.methods._parts.memory_forecast import Amount, Outline
 from agscl.report import charts, words
-from agscl.report.nodes import NodeHistory, count_moved, count_taken
-from agscl.report.read import Line, Outcome, ReportData, RunData, get_title, is_bound
+from agscl.report.node_history import NodeHistory, count_moved, count_taken
+from agscl.report.report_data import Line, Outcome, ReportData, RunData, get_title, is_bound
 from agscl.report.vega import Spec
 from agscl.report.words import format_bytes, format_seconds, percent, spread
 
@@ -23,7 +23,7 @@ MAX_FORECAST = 30
 
 @dataclass
 class Table:
-    """A table of a page; cells are texts, the first column is left-aligned, others right-aligned."""
+    """A table in a section of a page; cells are texts, the first column is left-aligned, others right-aligned."""
 
     caption: str
     columns: list[str]
@@ -91,7 +91,7 @@ def make_sections(report: ReportData) -> list[Section]:
 
 
 def _make_matrices_section(report: ReportData) -> Section | None:
-    lines = [line for line in report.lines if line.complete]
+    lines = [line for line in report.lines if line.complete_outcomes]
     if report.kind != "run":
         lines = [line for line in [*report.ranked, *lines] if line in lines]
         lines = list({id(line): line for line in lines}.values())
@@ -105,7 +105,7 @@ def _make_matrices_section(report: ReportData) -> Section | None:
         "What is remembered",
         f"Each row is the state after learning a task, each column the {quantity} on one task. A column that stays "
         "dark to the last row was not forgotten."
-        + (" Means over seeds." if any(len(line.complete) > 1 for line in lines) else "")
+        + (" Means over seeds." if any(len(line.complete_outcomes) > 1 for line in lines) else "")
         + (" The runs have different tasks, or another order: tasks are named by number." if report.own_tasks else ""),
     )
     for number, line in enumerate(lines):
@@ -118,7 +118,7 @@ def _make_matrices_section(report: ReportData) -> Section | None:
 
 
 def _tabulate_matrix(line: Line, report: ReportData) -> Table:
-    outcomes = line.complete
+    outcomes = line.complete_outcomes
     rows = []
     count = len(outcomes[0].accuracies)
     has_scores = all(len(outcome.scores) == count for outcome in outcomes)
@@ -139,7 +139,7 @@ def _make_average_section(report: ReportData) -> Section | None:
     spec = charts.draw_average(report)
     if spec is None:
         return None
-    seeds = max(len(line.complete) for line in report.lines)
+    seeds = max(len(line.complete_outcomes) for line in report.lines)
     lead = "The average over all tasks learned so far. A method that forgets falls."
     if seeds > 1:
         lead += " Bands are one standard deviation over seeds."
@@ -148,13 +148,13 @@ def _make_average_section(report: ReportData) -> Section | None:
     quantity = "average score, %" if report.is_score else "average accuracy, %"
     rows = []
     for line in [*(report.ranked or report.lines), *report.unranked]:
-        if line.complete:
+        if line.complete_outcomes:
             rows.append(
                 [
                     line.label
                     + (f" (after {words.count(line.tasks_learned, 'task')})" if line in report.unranked else ""),
                     _format_settings(line.settings),
-                    str(len(line.complete)),
+                    str(len(line.complete_outcomes)),
                     spread(line.summarize("average_accuracy"), unit=""),
                     spread(line.summarize("forgetting"), unit=""),
                     spread(line.summarize("plasticity"), 1, 3, ""),
@@ -164,12 +164,12 @@ def _make_average_section(report: ReportData) -> Section | None:
             )
     columns = ["method", "settings", "seeds", quantity, "forgetting, %", "plasticity", "stability", "time"]
     for line in report.lines:
-        if is_bound(line.method) and line.complete:
+        if is_bound(line.method) and line.complete_outcomes:
             rows.append(
                 [
                     f"{line.label} (a bound)",
                     "",
-                    str(len(line.complete)),
+                    str(len(line.complete_outcomes)),
                     spread(line.summarize("average_accuracy"), unit=""),
                     spread(line.summarize("forgetting"), unit=""),
                     "–",
@@ -381,8 +381,8 @@ def _make_memory_section(report: ReportData) -> Section | None:
     rows: list[dict[str, Any]] = []
     lines = [line for line in report.lines if not is_bound(line.method)]  # a bound keeps whole networks, or all data
     for line in lines:
-        if line.complete and line.complete[0].memory:
-            kept = line.complete[0].memory.get("bytes", 0)
+        if line.complete_outcomes and line.complete_outcomes[0].memory:
+            kept = line.complete_outcomes[0].memory.get("bytes", 0)
             rows.append({"method": line.label, "bytes": kept, "label": format_bytes(kept), "kind": "measured"})
     weights = max((outcome.weights for line in report.lines for outcome in line.outcomes), default=0)
     if not rows:
@@ -392,7 +392,7 @@ def _make_memory_section(report: ReportData) -> Section | None:
         present = {line.method for line in report.lines}
         for name in WEIGHT_WISE:
             if name not in present:
-                kept = forecast_memory(name, outline, 1).bytes
+                kept = METHODS[name].forecast_memory(outline, 1).bytes
                 rows.append({"method": get_title(name), "bytes": kept, "label": format_bytes(kept), "kind": "forecast"})
     lead = "What each method must keep from one task to the next, beside the network itself."
     if any(row["kind"] == "forecast" for row in rows):
@@ -402,7 +402,7 @@ def _make_memory_section(report: ReportData) -> Section | None:
     columns = ["method", "importances", "anchors", "masks", "other numbers", "bytes"]
     cells = []
     for line in lines:
-        if line.complete and (memory := line.complete[0].memory):
+        if line.complete_outcomes and (memory := line.complete_outcomes[0].memory):
             known = [memory.get(key, 0) for key in ("importances", "anchors", "masks")]
             skipped = {"importances", "anchors", "masks", "bytes", "digests"}
             other = sum(value for key, value in memory.items() if key not in skipped)

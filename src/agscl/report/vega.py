@@ -49,7 +49,7 @@ END = "// end of vega"
 
 
 def make_config(ink: str = INK) -> Spec:
-    """How all charts look."""
+    """How Vega draws all charts: colours, fonts, axes."""
     return {
         "background": None,
         "font": FONT,

@@ -76,4 +76,4 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: a request every second is no news."""
+        """Nothing of a watched page: a request every second is no news."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import zlib
 from pathlib import Path
@@ -21,6 +20,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from agscl.runs.json_files import encode_canonical_json
+from agscl.runs.nested_state import flatten_state, unflatten_state
 from agscl.system.files import write_atomically
 
 FORMAT, SHARDED_FORMAT, PACKED_FORMAT = 12, 13, 14
@@ -57,7 +58,7 @@ class Checkpoints:
         """Write `state` as the newest checkpoint. On an OSError the earlier checkpoints are untouched."""
         plain, tensors = flatten_state(state)
         tensors, shapes = pack_tensors(tensors)
-        shards = [safetensors.torch.save(shard) for shard in split_tensors(tensors, SHARD_BYTES)]
+        shards = [safetensors.torch.save(shard) for shard in split_into_shards(tensors, SHARD_BYTES)]
         checksums = [hashlib.sha256(data).hexdigest() for data in shards]
         body = (
             {"format": FORMAT, "tensors": checksums[0], "state": plain}
@@ -140,7 +141,7 @@ class Checkpoints:
 
 
 def pack_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """The tensors, where it saves space as bytes that `unpack_tensor` makes them of again, and the shapes of those.
+    """A checkpoint's tensors, where it saves space as bytes that `unpack_tensor` reads, and the shapes of those.
 
     All first bytes of the numbers come first, then all second ones, and so on: signs and exponents repeat themselves.
     """
@@ -155,12 +156,13 @@ def pack_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def unpack_tensor(packed: Tensor, shape: list[int]) -> Tensor:
+    """The tensor that `pack_tensors` packed into a checkpoint."""
     planes = np.frombuffer(zlib.decompress(packed.numpy().tobytes()), np.uint8).reshape(4, -1)
     return torch.from_numpy(np.ascontiguousarray(planes.T).view(np.float32).reshape(shape))
 
 
-def split_tensors(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """The tensors in their order, in parts of at most `limit` bytes (one for each larger tensor), at least one."""
+def split_into_shards(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """A checkpoint's tensors in parts of at most `limit` bytes, a file each (a larger tensor is one), at least one."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -179,65 +181,9 @@ def _shard_paths(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{path.stem}-{number + 1:02d}.safetensors") for number in range(count)]
 
 
-def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """`state` with a placeholder for every tensor (and for every infinite float), and the tensors by their path."""
-    tensors: dict[str, Tensor] = {}
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            tensors[path] = value.detach().cpu().contiguous().clone()
-            return {"$tensor": path}
-        if isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str) or key.startswith("$"):
-                    raise TypeError(f"a key in a checkpoint must be a string that does not start with $, not {key!r}")
-            return {key: walk(item, f"{path}/{_escape(key)}" if path else _escape(key)) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [walk(item, f"{path}/{index}") for index, item in enumerate(value)]
-        if isinstance(value, float) and not math.isfinite(value):
-            return {"$float": repr(value)}
-        if value is None or isinstance(value, str | int | float):
-            return value
-        raise TypeError(f"a checkpoint cannot hold {type(value).__name__} (at {path})")
-
-    return walk(state, ""), tensors
-
-
-def unflatten_state(plain: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `flatten_state`; tuples come back as lists."""
-    if isinstance(plain, list):
-        return [unflatten_state(item, tensors) for item in plain]
-    if isinstance(plain, dict):
-        if "$tensor" in plain:
-            return tensors[plain["$tensor"]]
-        if "$float" in plain:
-            return float(plain["$float"])
-        return {key: unflatten_state(item, tensors) for key, item in plain.items()}
-    return plain
-
-
-def hash_state(state: Any) -> str:
-    """sha256 of a nested state: every name, dtype, shape and bit."""
-    plain, tensors = flatten_state(state)
-    total = hashlib.sha256(_as_canonical_json(plain))
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(safetensors.torch.save({"": tensor}))
-    return total.hexdigest()
-
-
-def _as_canonical_json(plain: Any) -> bytes:
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
 def _encode(content: dict[str, Any]) -> bytes:
     return json.dumps(content, allow_nan=False).encode()
 
 
 def _compute_checksum(body: dict[str, Any]) -> str:
-    return hashlib.sha256(_as_canonical_json(body)).hexdigest()
-
-
-def _escape(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
+    return hashlib.sha256(encode_canonical_json(body)).hexdigest()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agscl.system.files import encode_json
+from agscl.runs.json_files import encode_json
 
 TAIL = 2**16
 """Bytes read from the end of a log to get its last event; an event is much shorter."""
@@ -29,12 +29,12 @@ class EventLog:
             line = line[self._file.write(line) :]
 
     def sync(self) -> int:
-        """Flush the log to disk and return its length in bytes."""
+        """Flush the event log to disk and return its length in bytes."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def truncate(self, length: int) -> None:
-        """Drop what was logged after `length`: a resumed run logs it again."""
+        """Drop the events logged after `length`: a resumed run logs them again."""
         self._file.truncate(min(length, self.path.stat().st_size))
         self._file.seek(0, os.SEEK_END)
 
@@ -71,6 +71,11 @@ def read_last_event(path: Path) -> dict[str, Any] | None:
 
 
 def hash_log(path: Path, length: int) -> str:
-    """sha256 of the first `length` bytes of a log, or of all of a shorter one."""
+    """sha256 of the first `length` bytes of an event log, or of all of a shorter one."""
     with open(path, "rb") as file:
         return hashlib.sha256(file.read(length)).hexdigest()
+
+
+def is_log_intact(path: Path, state: dict[str, Any]) -> bool:
+    """Whether the event log begins with the bytes it had when the checkpoint `state` was written."""
+    return hash_log(path, state["events"]) == state.get("events_sha256")

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from agscl.runs.events import parse_event
-from agscl.runs.folder import is_finished
-from agscl.system.files import encode_json, write_atomically
+from agscl.runs.json_files import encode_json
+from agscl.runs.run_folder import is_finished
+from agscl.system.files import write_atomically
 
 
 class LoggedFigure(NamedTuple):
@@ -30,7 +31,7 @@ class LoggedFigure(NamedTuple):
 
 
 class FigureReader:
-    """Turns events into figures. It remembers the names of tasks and counts evaluations, so it needs all events."""
+    """Turns events into figures for loggers. It remembers tasks' names and counts evaluations: it needs all events."""
 
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
@@ -83,7 +84,7 @@ class FigureReader:
 
 
 class Writer(Protocol):
-    """Writes figures of one run. It is given every figure of the run's log, after a resume too."""
+    """Writes figures of one run for a logger. It is given every figure of the run's log, after a resume too."""
 
     def write(self, figures: Sequence[LoggedFigure]) -> None: ...
 

@@ -14,14 +14,14 @@ def is_distributed() -> bool:
 
 
 def sum_over_ranks_(*tensors: Tensor) -> None:
-    """Replace each tensor by its sum over all ranks."""
+    """In distributed training replace each tensor by its sum over all ranks."""
     if is_distributed():
         for tensor in tensors:
             dist.all_reduce(tensor)
 
 
 def average_over_ranks_(*tensors: Tensor) -> None:
-    """Replace each tensor by its mean over all ranks."""
+    """In distributed training replace each tensor by its mean over all ranks."""
     if is_distributed():
         sum_over_ranks_(*tensors)
         for tensor in tensors:
@@ -29,6 +29,6 @@ def average_over_ranks_(*tensors: Tensor) -> None:
 
 
 def copy_from_first_rank_(tensor: Tensor) -> None:
-    """Let all ranks have the tensor of the first."""
+    """In distributed training let all ranks have the tensor of the first."""
     if is_distributed():
         dist.broadcast(tensor, 0)

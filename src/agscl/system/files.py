@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import math
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-
-def encode_json(content: Any, indent: int | None = 2) -> bytes:
-    """`content` as strict JSON, for files that people read: infinite floats become strings."""
-    return json.dumps(_stringify_infinite(content), indent=indent, allow_nan=False).encode() + b"\n"
-
-
-def _stringify_infinite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _stringify_infinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_stringify_infinite(item) for item in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:

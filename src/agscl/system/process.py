@@ -1,4 +1,4 @@
-"""The whole process: Python's garbage collector, the C memory allocator, its rank and its exit."""
+"""The whole process: Python's garbage collector, the C memory allocator, and its exit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Run without garbage collections."""
+    """Run without garbage collections in this process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,14 +23,8 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def find_torchrun_rank() -> int | None:
-    """The number of this process, if `torchrun` started it as one of several."""
-    several = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return int(os.environ["RANK"]) if several else None
-
-
 def skip_gc_at_exit() -> None:
-    """Skip the garbage collections of Python's shutdown, which take seconds over all that torch imported."""
+    """Skip the garbage collections when the process ends, which take seconds over all that torch imported."""
     atexit.register(gc.freeze)
 
 
@@ -42,7 +36,7 @@ def exit_at_once(code: int) -> None:
 
 
 def tune_malloc() -> None:
-    """Let glibc keep freed memory instead of returning it to the system.
+    """Let glibc keep memory that the process frees instead of returning it to the system.
 
     Else large tensors are returned after every use and come back page by page: a fifth of a training step on a CPU.
     """

@@ -15,8 +15,8 @@ from agscl.data.decoding import ImageDecoder, decode_images
 from agscl.data.encoded_images import EncodedImages, ParquetImages
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
-from agscl.data.ordering import sort_unique
-from agscl.data.progress import ProgressLine
+from agscl.data.natural_order import sort_unique
+from agscl.data.progress_line import ProgressLine
 from agscl.heads import make_task_names
 from agscl.tasks.task import Task, TaskSequence
 
@@ -68,7 +68,7 @@ def load_omniglot(
 
 
 def open_drawings() -> tuple[ParquetImages, Array, Array, list[str]]:
-    """All drawings; the alphabet of each, a number, and its character; the alphabets' names, if the file has them."""
+    """All drawings of Omniglot; the alphabet of each, a number, and its character; the alphabets' names, if there."""
     drawings = open_split("omniglot", "all")
     if not isinstance(drawings, ParquetImages):
         raise DataError(f"Omniglot must be a Parquet file, all.parquet, not the folder {drawings}")

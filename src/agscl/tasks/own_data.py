@@ -25,7 +25,7 @@ from agscl.data.encoded_images import (
 )
 from agscl.data.errors import DataError
 from agscl.data.examples import Array, Examples
-from agscl.data.ordering import sort_unique
+from agscl.data.natural_order import sort_unique
 from agscl.heads import make_task_names
 from agscl.tasks.task import TaskSequence, make_task
 
@@ -76,7 +76,7 @@ def from_folder(
     validation: float = 0.1,
     test_share: float = 0.2,
 ) -> TaskSequence:
-    """Tasks from images: PATH/CLASS/image.png, PATH/TASK/CLASS/image.png, or Parquet files in PATH.
+    """Tasks from your own images: PATH/CLASS/image.png, PATH/TASK/CLASS/image.png, or Parquet files in PATH.
 
     A split into PATH/train and PATH/test, or train.parquet and test.parquet, is kept.
 
@@ -163,7 +163,7 @@ def from_tensors(
     validation: float = 0.1,
     test_share: float = 0.2,
 ) -> TaskSequence:
-    """Tasks from inputs (examples, ...) and their labels, integers or names.
+    """Tasks from your own inputs (examples, ...) and their labels, integers or names.
 
     Floats are used as they are; bytes are images, normalised with the mean and deviation of the training examples.
 
@@ -334,7 +334,7 @@ def _draw_test_rows(y: Array, task_of_row: Array, labels: list[Any], options: _S
 
 
 def add_normalisation(tasks: TaskSequence) -> TaskSequence:
-    """Give images of bytes the mean and the deviation of the training examples of all tasks."""
+    """Give your own images, as bytes, the mean and the deviation of the training examples of all tasks."""
     if tasks[0].train_x.dtype != torch.uint8:
         return tasks
     channels = tasks[0].train_x.shape[1]

@@ -17,7 +17,7 @@ from agscl.tasks.task import TaskSequence
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """A task sequence that `load` knows by name."""
+    """A registered task sequence, which `load` knows by name."""
 
     about: str
     """One line for a person."""
@@ -48,7 +48,7 @@ _CUSTOM: dict[str, Callable[..., TaskSequence]] = {"folder": from_folder, "hub":
 
 
 def load(name: str, *, seed: int, **options: object) -> TaskSequence:
-    """Load the task sequence called `name`; `options` are the keyword arguments of its own function.
+    """Load the registered task sequence `name`; `options` are the keyword arguments of its own function.
 
     "folder:PATH" and "hub:NAME" are your own data, with the options of `from_folder` and `from_hub`.
     """

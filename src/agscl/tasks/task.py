@@ -54,7 +54,7 @@ class Task:
         return replace(self, **changed)
 
     def check_data(self) -> None:
-        """Raise ValueError where a part of the data cannot be learned from, or would give meaningless results."""
+        """Raise ValueError where part of the task's data cannot be learned from, or would give meaningless results."""
         parts = {
             "training": (self.train_x, self.train_y),
             "validation": (self.valid_x, self.valid_y),
@@ -113,7 +113,7 @@ class Task:
         return 255 * self.mean, 255 * self.std
 
     def make_batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of these rows of the training data, for a training step.
+        """Inputs and labels of these rows of the task's training data, for a training step.
 
         Crops are drawn by torch's global generator of the data's device.
         """
@@ -123,7 +123,7 @@ class Task:
         return self._normalise(random_resized_crop(_to_floats(x), self.shapes[rows], self.crop)), y
 
     def checksum(self) -> int:
-        """CRC-32 of the name, the number of classes, and all examples in their split."""
+        """CRC-32 of the task's name, its number of classes, and all examples in their split."""
         crc = zlib.crc32(f"{self.name} {self.classes}".encode())
         for part in (self.train_x, self.train_y, self.valid_x, self.valid_y, self.test_x, self.test_y):
             if part is not None:

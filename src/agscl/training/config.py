@@ -11,7 +11,7 @@ from agscl.methods._parts.settings import find_wrong_type
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How each task is trained."""
+    """The settings of training: how each task is trained."""
 
     epochs: int = 100
     """Epochs per task; training never stops early."""
@@ -70,10 +70,10 @@ class TrainingConfig:
             raise ValueError(f"factor must be above 1 and finite, not {self.factor}")
 
     def get_restart_rate(self, epochs: int) -> float:
-        """The rate that training returns to if it is pruned after so many epochs of a task."""
+        """The rate set for training to return to if it is pruned after so many epochs of a task."""
         return self.lr / self.factor if self.drop_at is not None and epochs > self.drop_at else self.lr
 
     @property
     def validates(self) -> bool:
-        """Whether training needs a validation split."""
+        """Whether training with these settings needs a validation split."""
         return self.patience is not None or self.restore_best

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CompileFailed(RuntimeError):
-    """The network could not be compiled on this machine."""
+    """An engine could not compile the network on this machine."""
 
 
 class Engine(ABC):
@@ -40,26 +40,26 @@ class Engine(ABC):
 
     @abstractmethod
     def make_optimizer(self) -> Optimizer:
-        """A new optimizer of the model's parameters, for a task."""
+        """The engine's optimizer of the model's parameters, a new one for a task."""
 
     @abstractmethod
     def start_task(self) -> None:
-        """Prepare for the steps of a task that begins, or is resumed from a checkpoint."""
+        """Prepare the engine for the steps of a task that begins, or is resumed from a checkpoint."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Run the next unit of the epoch under way: a step, the end of the epoch, or all of it."""
+        """Let the engine run the next unit of the epoch under way: a step, the end of the epoch, or all of it."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait for all work that was launched, and bring the trainer's losses and counters up to date."""
+        """Wait for all work that the engine launched, and bring the trainer's losses and counters up to date."""
 
     def end_task(self) -> None:
-        """`sync`, then free what was allocated for the task."""
+        """`sync`, then free what the engine allocated for the task."""
         self.sync()
 
     def trunk_context(self, *, full_batch: bool) -> AbstractContextManager[Any]:
-        """The context in which the model's trunk runs; `full_batch`: on a training batch of the usual size."""
+        """The context in which the engine runs the trunk; `full_batch`: on a training batch of the usual size."""
         return nullcontext()
 
 
@@ -123,17 +123,17 @@ class WorkRunner:
         self.graphs: dict[Hashable, Any] = {}  # by key
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """The context in which the runner's work must be launched."""
+        """The context in which the runner's work must be launched: here, any."""
         return nullcontext()
 
     def run(self, key: Hashable, work: Callable[[], None], may_capture: bool = True) -> None:
         work()
 
     def forget_warm_ups(self) -> None:
-        """Run all work that has no graph yet once more before it is captured."""
+        """Nothing here: what is not captured needs no warm-up."""
 
     def release(self) -> None:
-        """Free what was captured."""
+        """Nothing here: nothing was captured that must be freed."""
 
 
 class StepCompiler:
@@ -143,7 +143,7 @@ class StepCompiler:
     """Counts up when the trunk is compiled in another way from now on: warm-ups must be repeated then."""
 
     def trunk_context(self) -> AbstractContextManager[Any]:
-        """The context in which the trunk runs on training batches, all of one size."""
+        """The context in which the trunk runs on training batches, all of one size: here, as it is."""
         return nullcontext()
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ def make_engine(trainer: Trainer) -> Engine:
     captured = uses_cuda_graphs(trainer)
     if not captured and not trainer.config.compile:
         return PlainEngine(trainer)
-    engine: Engine = importlib.import_module("agscl.fast.engine").make_fast_engine(trainer, captured=captured)
+    engine: Engine = importlib.import_module("agscl.fast.fast_engine").make_fast_engine(trainer, captured=captured)
     return engine
 
 

@@ -29,8 +29,8 @@ def make_optimizer(
     return optimizer
 
 
-def name_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by their names, then those that the method added to the optimizer."""
+def list_named_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """What an optimizer trains, by name: the model's parameters, then those that the method added to the optimizer."""
     in_model = {id(parameter) for parameter in model.parameters()}
     added = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in in_model]
     return {**dict(model.named_parameters()), **{f"method/{index}": p for index, p in enumerate(added)}}
@@ -42,7 +42,7 @@ def optimizer_state_dict(optimizer: Optimizer, model: nn.Module) -> dict[str, An
         "lr": [float(group["lr"]) for group in optimizer.param_groups],
         "moments": {
             name: dict(optimizer.state[parameter])
-            for name, parameter in name_parameters(optimizer, model).items()
+            for name, parameter in list_named_parameters(optimizer, model).items()
             if parameter in optimizer.state
         },
     }
@@ -58,7 +58,7 @@ def load_optimizer_state_dict(optimizer: Optimizer, model: nn.Module, state: dic
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-    parameters = name_parameters(optimizer, model)
+    parameters = list_named_parameters(optimizer, model)
     for name, moments in state["moments"].items():
         parameter = parameters[name]
         optimizer.state[parameter] = {

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class PlateauSchedule:
     """Decides on the host which epoch has the best weights and when the learning rate drops.
 
-    `fast.engine` decides the same on a GPU, within its graphs.
+    `fast.fast_engine` decides the same on a GPU, within its graphs.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -25,7 +25,7 @@ class PlateauSchedule:
         return self.trainer.optimizer
 
     def select_best(self, valid_loss: float) -> None:
-        """Keep the weights of the best epoch; drop the rate after `patience` epochs without a better one."""
+        """Keep the weights of the best epoch; drop the rate on a plateau of `patience` epochs without a better one."""
         trainer, config = self.trainer, self.trainer.config
         if valid_loss < trainer.best_loss:
             trainer.best_loss, trainer.stalled_epochs = valid_loss, 0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agscl.system.distributed import is_distributed
-from agscl.system.process import find_torchrun_rank
+from agscl.system.torchrun import find_torchrun_rank
 
 STOP_EVERY = 16
 """Ranks agree on whether to stop once in so many steps."""
@@ -32,7 +32,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """Those of the process group that this process is in."""
+        """The ranks of the process group that this process is in."""
         if not is_distributed():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
@@ -81,7 +81,7 @@ class Ranks:
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """Within the block this process is one of those that `torchrun` started; without `torchrun` it is alone."""
+    """Within the block this process is one of the ranks that `torchrun` started; without `torchrun` it is alone."""
     if find_torchrun_rank() is None:
         yield Ranks()
         return

@@ -28,7 +28,7 @@ from agscl.tasks import Task, TaskSequence
 from agscl.training.batch_order import order_epoch
 from agscl.training.config import TrainingConfig
 from agscl.training.engine import Engine, make_engine
-from agscl.training.optimizers import load_optimizer_state_dict, name_parameters, optimizer_state_dict
+from agscl.training.optimizers import list_named_parameters, load_optimizer_state_dict, optimizer_state_dict
 from agscl.training.ranks import Ranks
 from agscl.training.seeds import derive_seed
 
@@ -101,7 +101,7 @@ class Trainer:
     # The loop --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Do one unit of work; returns False if all tasks were done already."""
+        """Begin a task, train a step or an epoch of it, or end it; returns False if all tasks were done already."""
         if self.done:
             return False
         with ExitStack() as stack:
@@ -199,7 +199,7 @@ class Trainer:
         return x.contiguous(memory_format=torch.channels_last) if channels_last else x
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of forward passes."""
+        """The precision of the trainer's forward passes."""
         if self.config.precision == "bf16":
             return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         return nullcontext()
@@ -277,7 +277,7 @@ class Trainer:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one input of the tasks being trained on, as the network reads it."""
+        """The shape of one input of the tasks being trained on, as the network reads it."""
         first = self.tasks[0]
         return tuple(first.prepare_inputs(first.train_x[:1]).shape[1:])
 
@@ -309,7 +309,7 @@ class Trainer:
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in self.model.state_dict().items() if name not in frozen}
         in_model = dict(self.model.named_parameters())
-        parameters = name_parameters(self.optimizer, self.model).items()
+        parameters = list_named_parameters(self.optimizer, self.model).items()
         return trained | {name: parameter.detach() for name, parameter in parameters if name not in in_model}
 
     def note_plan_version(self) -> bool:
@@ -318,7 +318,7 @@ class Trainer:
         return self.plan_version != before
 
     def check_finite(self) -> None:
-        """Raise if the loss or a weight is no longer finite."""
+        """Raise if the trainer's loss or a weight is no longer finite."""
         if not self.all_finite():
             raise self._make_divergence_error(self.epoch)
 
@@ -391,7 +391,7 @@ class Trainer:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a new trainer needs to continue, as nested dicts of tensors and plain values."""
+        """Everything that a new trainer needs to continue with these tasks, as nested dicts of tensors and values."""
         self.engine.sync()
         self.check_finite()
         state = {
@@ -417,7 +417,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved `state`; this trainer, its model and its method must be newly made."""
+        """Continue with the task of a saved `state`; this trainer, its model and its method must be newly made."""
         tasks_begun = state["task"] + (state["optimizer"] is not None)
         for task in self.tasks[:tasks_begun]:
             self.model.add_head(task.name, task.classes)

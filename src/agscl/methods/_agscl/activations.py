@@ -1,4 +1,4 @@
-"""Measuring the mean ReLU activation of every node over a task's data."""
+"""Measuring the mean ReLU activation of every node over a task's data; which nodes are hardly active."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from agscl.graph.forward import ReLUWatcher, preserve_model_state, watch_running
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.nodes import NodeGraph
+from agscl.graph.relu_watcher import ReLUWatcher, watch_running
 from agscl.system.distributed import sum_over_ranks_
 from agscl.system.sums import sum_dtype
 
-__all__ = ["measure_activations"]
+__all__ = ["find_less_active", "measure_activations"]
 
 
 def measure_activations(
@@ -86,3 +87,12 @@ def measure_activations(
         group_sums.index_put_((groups[is_node],), site_sum[is_node], accumulate=True)
         importance += group_sums / count / elements_per_group
     return importance
+
+
+def find_less_active(graph: NodeGraph, activations: Tensor, share: float) -> Tensor:
+    """(groups,) mask of the groups that are active, but below `share` of the mean over their layer's active ones."""
+    less_active = torch.zeros_like(activations, dtype=torch.bool)
+    for in_layer in graph.groups_by_layer():
+        active = in_layer.to(activations.device) & (activations > 0)
+        less_active |= active & (activations < share * activations[active].mean())
+    return less_active

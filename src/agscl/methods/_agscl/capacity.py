@@ -28,7 +28,7 @@ class LayerCapacity:
     """How many more tasks find a free node; None without a budget."""
 
     def count_above(self, budget: Budget) -> int:
-        """How many nodes tasks have kept beyond their budget."""
+        """How many nodes of the layer's capacity tasks have kept beyond their budget."""
         free, above = self.nodes, 0
         for learned, taken in enumerate(self.taken.values()):
             above += max(0, taken - count_kept(free, budget, learned))
@@ -38,19 +38,19 @@ class LayerCapacity:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What each layer has taken and free."""
+    """What each layer of a network has taken and free."""
 
     budget: Budget | None
     layers: list[LayerCapacity]
 
     @property
     def tasks_left(self) -> int | None:
-        """How many more tasks find a free node in every layer; None without a budget."""
+        """For how many more tasks the capacity is enough: a free node in every layer; None without a budget."""
         left = [layer.tasks_left for layer in self.layers if layer.tasks_left is not None]
         return min(left, default=None)
 
     def summarise(self) -> dict[str, Any]:
-        """As plain values, with what all tasks and what the last task has taken."""
+        """The capacity as plain values, with what all tasks and what the last task has taken."""
         layers = [
             {**vars(layer), "taken": sum(taken), "taken_by_last": taken[-1] if taken else 0}
             for layer in self.layers
@@ -91,3 +91,19 @@ def measure_capacity(graph: NodeGraph, first_task: Tensor, tasks: Sequence[str],
         left = None if budget is None else count_tasks_left(free, budget, len(tasks))
         layers.append(LayerCapacity(name, len(own), taken, free, left))
     return Capacity(budget, layers)
+
+
+def count_nodes(free: Tensor, important_before: Tensor, changed: Tensor) -> dict[str, Any]:
+    """What a task took of the capacity, from (groups,) masks: nodes free after it, important before, changed by it."""
+    size, count = len(free), int(free.sum())
+    unchanged, frozen = int((~changed).sum()), int((~changed & important_before.cpu()).sum())
+    return {
+        "nodes": size,
+        "free": count,
+        "sparsity": count / size,
+        "unchanged": unchanged,
+        "used_capacity": unchanged / size,
+        "important_before": int(important_before.sum()),
+        "frozen": frozen,
+        "frozen_capacity": frozen / size,
+    }

@@ -31,7 +31,7 @@ _USE_BUDGET = "A budget needs no tuning: AGSCL(model, example_input)"
 
 
 def check_settings(config: AGSCLConfig) -> None:
-    """Refuse settings out of range, or that do not go together."""
+    """Refuse settings of AGS-CL that are out of range, or do not go together."""
     require, at_least = config.require, config.require_at_least
     require(config.budget is None or is_budget(config.budget), f"budget must be {BUDGET_RULE}, not {config.budget!r}")
     at_least("mu", 0)
@@ -48,7 +48,7 @@ def check_settings(config: AGSCLConfig) -> None:
 
 
 def find_unused_settings(config: AGSCLConfig) -> dict[str, str]:
-    """The settings without effect, each with the reason.
+    """Check which settings of AGS-CL have no effect, each with the reason.
 
     Not those that rand_init=False turns off: presets name them, and studies leave out the re-initialisation.
     """
@@ -110,7 +110,7 @@ def _check_unchanged(plan: AGSCLPlan) -> None:
     converted = "dtype" in knowledge.warned  # which changes the bits of everything, and was warned about
     if not math.isinf(method.config.lam) or knowledge.digests is None or len(method.tasks) < 2 or converted:
         return
-    if changed := knowledge.digests.describe_groups(knowledge.first_task)["moved_after_task"]:
+    if changed := knowledge.digests.find_changed(knowledge.first_task):
         method.warn_once(
             "between",
             f"{len(changed)} frozen nodes changed after task {method.tasks[-2]!r} ended and before {plan.task!r} "
@@ -121,7 +121,7 @@ def _check_unchanged(plan: AGSCLPlan) -> None:
 
 
 def check_epoch(plan: AGSCLPlan) -> None:
-    """Warn about an epoch without a step."""
+    """Warn about an epoch in which AGS-CL saw no step."""
     if not (plan.schedule.epoch_steps or plan.schedule.captured):
         plan.method.warn_once(
             "epoch",
@@ -140,7 +140,7 @@ def check_activations(plan: AGSCLPlan, activations: Tensor) -> None:
 
 
 def check_after_task(plan: AGSCLPlan, active: Tensor, important: int, unmoved: int) -> None:
-    """Warn about what could not act, did harm or will run out.
+    """Warn about what of AGS-CL could not act, did harm or will run out.
 
     `active` (groups,) are the groups that fired; `unmoved` of the groups that were `important` before did not move.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agscl.graph.nodes import NodeGraph
 
-__all__ = ["ByLayer", "find_less_active", "scale_penalties"]
+__all__ = ["ByLayer", "scale_penalties"]
 
 ByLayer = Literal["none", "mu", "lam", "both"]
 
@@ -35,12 +35,3 @@ def scale_penalties(graph: NodeGraph, omega: Tensor, free: Tensor, by_layer: ByL
             important = in_layer.to(omega.device) & ~free
             omega[important] *= mean / omega[important].mean()
     return mu_factors, omega
-
-
-def find_less_active(graph: NodeGraph, activations: Tensor, share: float) -> Tensor:
-    """(groups,) mask of the groups that are active, but below `share` of the mean over their layer's active ones."""
-    less_active = torch.zeros_like(activations, dtype=torch.bool)
-    for in_layer in graph.groups_by_layer():
-        active = in_layer.to(activations.device) & (activations > 0)
-        less_active |= active & (activations < share * activations[active].mean())
-    return less_active

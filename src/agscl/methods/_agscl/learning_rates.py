@@ -43,11 +43,11 @@ class LayerRates:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured: what a step does now, it will do in each replay."""
+        """Whether the step with these rates is captured as a CUDA graph: what it does now, each replay will do."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def record(self, optimizer: Optimizer) -> None:
-        """Add the rates of a step to the means. A captured step, which counts nothing, replaces them."""
+        """Add the learning rates of a step to the means. A captured step, which counts nothing, replaces them."""
         number = self.optimizers.index(optimizer)
         rates = [_copy_rate(group["lr"]) for group in optimizer.param_groups]
         self.counts[number] += 1
@@ -57,11 +57,11 @@ class LayerRates:
         self.means[number] = rates
 
     def restart(self) -> None:
-        """Let the next step begin a new mean."""
+        """Let the next step begin a new mean of the learning rates."""
         self.counts[:] = [0] * len(self.counts)
 
     def per_group(self) -> float | Tensor:
-        """The mean rates: one for all where the layers agree, else (groups,)."""
+        """The mean learning rates: one for all where the layers agree, else (groups,)."""
         by_layer: dict[str, float | Tensor] = {}
         for name, position in self._group_positions.items():
             means = self.means[position[0]] if position else []

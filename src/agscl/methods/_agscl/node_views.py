@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import MultiHead
 from agscl.methods._agscl.zero_init import ZeroRule
-from agscl.methods._parts.lifecycle import warn_user
 from agscl.methods._parts.node_method import NodeMethod
 from agscl.methods._parts.task_views import TaskViewMethod, WeightPlace
 from agscl.methods._parts.trunk_buffers import TrunkBufferMethod
+from agscl.methods._parts.warnings import warn_user
 
 __all__ = ["NodeViewMethod"]
 
@@ -29,7 +29,7 @@ class NodeViewMethod(TrunkBufferMethod, TaskViewMethod, NodeMethod):
 
     @property
     def zero_rule(self) -> ZeroRule:
-        """What the setting `zero_init` meant for this model when the method was made; kept with its state."""
+        """Which nodes views hide: what the setting `zero_init` meant for this model when the method was made."""
         knowledge: Any = self.knowledge
         return knowledge.zero_rule or self._choose_zero_rule()
 
@@ -68,7 +68,7 @@ class NodeViewMethod(TrunkBufferMethod, TaskViewMethod, NodeMethod):
             self.start_views()
 
     def list_buffer_modules(self) -> dict[str, nn.Module]:
-        """Without BatchNorms, whose statistics are frozen node by node."""
+        """The trunk's modules but for BatchNorms, whose statistics are frozen node by node."""
         modules = super().list_buffer_modules()
         return {name: module for name, module in modules.items() if not isinstance(module, _BatchNorm)}
 
@@ -100,7 +100,7 @@ class LaterInputs:
             yield reader.module, "weight", reader.weight
 
     def mask_later(self, first_task: Tensor, number: int) -> Iterator[WeightPlace]:
-        """The same with 0 where a node is read that became important after task `number`."""
+        """These weights as a view shows them: 0 where a node is read that became important after task `number`."""
         first = F.pad(first_task, (0, 1), value=-1)  # the last: no node
         if not self.sources or self.sources[0].device != first.device:
             self.sources = [reader.source_groups().to(first.device) for reader in self.readers]
@@ -108,7 +108,7 @@ class LaterInputs:
             yield module, key, weight.masked_fill((first[sources] > number).to(weight.device), 0.0)
 
     def find_replaced(self) -> list[str]:
-        """Layers that are no longer part of the model."""
+        """Layers with these weights that are no longer part of the model, so that no view can show them."""
         if all(_find_module(self.model, reader.name) is reader.module for reader in self.readers):
             return []
         modules = set(self.model.modules())  # a layer may have been moved

@@ -65,7 +65,7 @@ def group_norms(rows: Sequence[Tensor], members: Tensor | None = None) -> Tensor
 
 @torch.no_grad()
 def norm_gradients(differences: Sequence[Tensor], strengths: Tensor, members: Tensor | None = None) -> list[Tensor]:
-    """Gradient of `strength · ‖difference‖` per group, 0 at the origin: the plain alternative to the operators."""
+    """Gradient of `strength · ‖difference‖` per group, 0 at the origin: instead of the proximal operators."""
     norms = group_norms(differences, members)
     factors = _expand_to_rows(torch.where(norms > 0, strengths / norms, 0.0), differences, members)
     return list(torch._foreach_mul(list(differences), factors))

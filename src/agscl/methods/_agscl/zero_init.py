@@ -42,7 +42,7 @@ class ZeroMasks:
 
     @torch.no_grad()
     def apply_(self) -> None:
-        """Set the masked weights to exactly 0."""
+        """Set the weights from a later node into an earlier one to exactly 0."""
         if self._kept_bits:
             mask_bits_([weight for weight, _ in self._masks], self._kept_bits)
             return

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from agscl.graph.forward import switch_mode
+from agscl.graph.model_state import switch_mode
 from agscl.graph.nodes import NodeGraph
 from agscl.heads import Heads
-from agscl.methods._parts.local_tensors import View, make_replaceable, restore_plain_dicts
+from agscl.methods._parts.thread_local_tensors import View, make_replaceable, restore_plain_dicts
 from agscl.system.distributed import average_over_ranks_
 
 __all__ = [
@@ -35,7 +35,7 @@ def find_batchnorms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def find_trunk_batchnorms(heads: Heads, tasks: Sequence[str]) -> dict[str, _BatchNorm]:
-    """Those outside the heads of `tasks`."""
+    """The BatchNorms outside the heads of `tasks`."""
     return _select_batchnorms(heads.list_trunk_modules(tasks))
 
 
@@ -93,7 +93,7 @@ class TaskStatisticsSwitcher:
         )
 
     def store(self, task: str) -> None:
-        """Store a copy of the statistics in the model, averaged over ranks, as those of `task`."""
+        """Store a copy of the BatchNorm statistics in the model, averaged over ranks, as those of `task`."""
         average_statistics_over_ranks_(self.norms.values())  # every rank saw a part of the data
         self.statistics[task] = {
             f"{name}.{key}": norm._buffers[key].clone()  # type: ignore[union-attr]
@@ -223,7 +223,7 @@ class NodeNormFreezer:
 def recompute_statistics(
     norms: Iterable[_BatchNorm], model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]
 ) -> None:
-    """Recompute the running statistics, as the mean over `batches`, for weights that have just changed.
+    """Recompute the BatchNorms' running statistics, as the mean over `batches`, for weights that have just changed.
 
     After a proximal step shrinks weights the running statistics lag behind, so that evaluation differs from training.
     Frozen channels stay as they are. Batches must be shuffled as in training.

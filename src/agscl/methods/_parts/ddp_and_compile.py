@@ -62,5 +62,5 @@ def _list_hooks(model: nn.Module) -> list[list[int]]:
 
 
 def list_modules(model: nn.Module) -> list[nn.Module]:
-    """All modules, but for the heads of a `MultiHead`, of which there may be hundreds."""
+    """All modules that may be wrapped or compiled, but for the heads of a `MultiHead`: there may be hundreds."""
     return [model, *model.trunk.modules()] if type(model) is MultiHead else list(model.modules())

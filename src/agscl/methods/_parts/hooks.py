@@ -84,7 +84,7 @@ class StepHooks:
 
     @torch.no_grad()
     def add_penalties(self, optimizer: Optimizer) -> None:
-        """Add every penalty's gradient; the next step will not add them again."""
+        """Let the hooks add every penalty's gradient now; at the next step they will not."""
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still scaled
         for plan in self.plans:
             plan.average_gradients(optimizer)

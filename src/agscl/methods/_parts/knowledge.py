@@ -34,7 +34,7 @@ class Knowledge:
     parameter_order: list[list[list[str]]] = field(default_factory=list)  # per optimizer and group, when a task began
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        """The tensors held between tasks, by purpose."""
+        """The tensors that the knowledge holds between tasks, by purpose."""
         by_purpose: dict[str, list[Tensor]] = {}
         for name, purpose in self.purposes.items():
             by_purpose.setdefault(purpose, []).extend(_find_tensors(getattr(self, name)))
@@ -48,12 +48,12 @@ class Knowledge:
 
 
 def save_attributes(owner: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Copies of the named attributes, as plain values and tensors."""
+    """Copies of the named attributes of knowledge or a plan, as plain values and tensors."""
     return {name: _copy(getattr(owner, name)) for name in names}
 
 
 def load_attributes(owner: Any, state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the attributes that `save_attributes` returned, with their tensors on `device`."""
+    """Set the attributes of knowledge or a plan that `save_attributes` returned, with their tensors on `device`."""
     for name, value in state.items():
         current = getattr(owner, name)
         if isinstance(current, torch.Generator):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 from weakref import WeakKeyDictionary
@@ -21,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from agscl.certificate import Certificate, Layout, ProbeOutputs
+from agscl.certificate import Certificate, Layout
 from agscl.digests import digest_tensors
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.heads import HeadPlace, Heads
 from agscl.methods._parts import knowledge as kept
 from agscl.methods._parts import plan as plans
@@ -37,14 +35,16 @@ from agscl.methods._parts.ddp_and_compile import (
     unwrap_model,
 )
 from agscl.methods._parts.hooks import StepHooks
-from agscl.methods._parts.memory import COMMON_PURPOSES, Memory, Outline
+from agscl.methods._parts.memory_forecast import COMMON_PURPOSES, Memory, Outline
 from agscl.methods._parts.recorded_outputs import compare_outputs, concat_tensors, record_outputs
 from agscl.methods._parts.search_axis import SearchAxis
-from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.settings import NoSettings, Settings
+from agscl.methods._parts.warnings import warn_user
+from agscl.probe_outputs import ProbeOutputs
 from agscl.system.describe import describe_value
 from agscl.system.distributed import is_distributed
 
-__all__ = ["Forward", "Method", "NoSettings", "SelfCheckWarning"]
+__all__ = ["Forward", "Method"]
 
 Forward = Callable[[Any], Any]
 Need = Literal["epochs", "steps_per_epoch", "end_epoch", "loss"]
@@ -52,15 +52,6 @@ _LEARNED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # by mod
 
 _viewed_tasks: ContextVar[Mapping[int, str]] = ContextVar("viewed tasks", default=MappingProxyType({}))
 """By id of the method; each thread, and each coroutine, has its own."""
-
-
-class SelfCheckWarning(UserWarning):
-    """Warns that a method seems to do nothing; the message gives the likely cause and a value that would work."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoSettings(Settings):
-    """A method with nothing to set."""
 
 
 class Method:
@@ -123,36 +114,37 @@ class Method:
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks begun so far, in order."""
+        """The tasks that the method has begun so far, in order."""
         return self.knowledge.tasks
 
     @property
     def task(self) -> str | None:
-        """The task under way."""
+        """The task that the method is learning."""
         return None if self.plan is None else self.plan.task
 
     # For engines that capture steps as CUDA graphs -------------------------------------------------------------------
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph may hold a step: nothing is counted in Python from step to step."""
+        """Whether a CUDA graph may hold a step of the method: nothing is counted in Python from step to step."""
         return True
 
     @property
     def end_epoch_capturable(self) -> bool:
-        """Whether `end_epoch` does the same work each time, so that a CUDA graph may hold it."""
+        """Whether the method's `end_epoch` does the same work each time, so that a CUDA graph may hold it."""
         return True
 
     @property
     def depends_on_batch_size(self) -> bool:
-        """Whether `end_task` measures something else if the same data comes in larger batches, rounding aside."""
+        """Whether the method's `end_task` measures something else in larger batches of the same data."""
         return True
 
     @property
     def plan_version(self) -> int:
-        """Counts up with each pruning: from then on steps hold other weights at 0, and earlier weights do not fit.
+        """Counts up with each of the method's prunings: from then on steps hold other weights at 0.
 
-        A loop that keeps its best weights starts over; a captured step is captured again, unless `prunes_in_place`.
+        Earlier weights do not fit then: a loop that keeps its best weights starts over. A captured step is captured
+        again, unless `prunes_in_place`.
         """
         return 0 if self.plan is None else self.plan.version
 
@@ -274,7 +266,7 @@ class Method:
         return state
 
     def loss(self, x: Any, output: Any) -> Tensor:
-        """A term to add to the task's loss; 0 for methods that need none."""
+        """The method's term to add to the task's loss; 0 for methods that need none."""
         return next(self.model.parameters()).new_zeros(())
 
     def penalty(self) -> Tensor:
@@ -283,7 +275,7 @@ class Method:
 
     @contextmanager
     def viewing(self, task: str) -> Iterator[None]:
-        """Run the model as it was learned for `task` (gates, masks); not needed where a call of the model names it.
+        """Run the method's model as it was learned for `task` (gates, masks); not needed where a call names the task.
 
         Only this thread sees it so: each may look at a task of its own.
         """
@@ -300,14 +292,14 @@ class Method:
         return _viewed_tasks.get().get(id(self))
 
     def add_penalty_gradients(self) -> None:
-        """Add the penalties' gradients now, before the loop clips gradients; the next step will not add them again."""
+        """Add the method's penalty to the gradients now, before the loop clips them; the next step will not."""
         for optimizer in self._require_plan("add_penalty_gradients").optimizers:
             hooks = StepHooks.get(optimizer)
             assert hooks is not None
             hooks.add_penalties(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Knowledge and plan, as tensors and plain values. The loop saves the model and the optimizers."""
+        """The method's state, knowledge and plan, as tensors and plain values. The loop saves model and optimizers."""
         return {
             "method": type(self).__name__,
             "settings": asdict(self.config),
@@ -316,7 +308,7 @@ class Method:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *optimizers: Optimizer) -> None:
-        """Continue from a saved state; in the middle of a task, hook the optimizers again.
+        """Continue a method from its saved state; in the middle of a task, hook the optimizers again.
 
         The model must have its heads and its saved weights by now. The optimizers' own states are loaded after this.
         """
@@ -356,7 +348,7 @@ class Method:
         Heads that an optimizer held then and does not hold now are added: it was made before they were.
         """
         heads = self.heads.parameters(self.tasks)
-        names = self.heads.name_parameters(heads)
+        names = self.heads.list_names_by_id(heads)
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         for optimizer, groups in zip(optimizers, self.knowledge.parameter_order, strict=False):
             for group, order in zip(optimizer.param_groups, groups, strict=False):
@@ -388,7 +380,7 @@ class Method:
         self.tasks.pop()
 
     def close(self) -> None:
-        """Remove all hooks and undo all changes to the model but those of its weights."""
+        """Remove all hooks of the method and undo all its changes to the model but those of weights."""
         if self.tasks_need_method:
             self.warn_once(
                 "closed",
@@ -451,11 +443,11 @@ class Method:
         return Memory.from_counts()
 
     def statistics(self) -> dict[str, Any]:
-        """Figures on the last task."""
+        """The method's figures on the last task."""
         return dict(self.knowledge.statistics)
 
     def certificate(self, probe: Tensor | None = None) -> Certificate:
-        """Certify what the last task left unchanged; outputs of all heads on the batch `probe` are a second check."""
+        """Certify what the method's last task left unchanged; outputs of all heads on a `probe` are a second check."""
         if self.task is not None:
             raise RuntimeError(f"Task {self.task!r} is under way: a certificate is made after end_task.")
         if not self.tasks:
@@ -529,7 +521,7 @@ class Method:
         return stored, [task for task in self.tasks if task in changed], unrecorded, without_tensor
 
     def head_outputs(self, x: Any, tasks: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """The output on `x` of the heads of `tasks`, by default all learned, as one tensor each.
+        """The output on `x` for each of `tasks`, by default all learned, as the method shows it: one tensor each.
 
         The tensors of a dict, a tuple or a nested output are concatenated; a task whose output has none is left out.
         """
@@ -559,11 +551,11 @@ class Method:
     # Shared machinery ------------------------------------------------------------------------------------------------
 
     def call_model(self, x: Any, task: str, model: Callable[..., Any] | None = None) -> Any:
-        """Run the model on `x` for `task`, as `Heads.call_model` does."""
+        """Run the method's model on `x` for `task`, as `Heads.call_model` does."""
         return self.heads.call_model(x, task, self.tasks, model)
 
     def task_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """The task a call of the model is for: the one it names, else the one viewed, under way, or learned last."""
+        """The task that a call of the method's model is for: named there, else viewed, under way, or learned last."""
         return self.heads.task_of_call(args, kwargs, self.tasks, self._default_task)
 
     def _default_task(self) -> str | None:
@@ -606,7 +598,7 @@ class Method:
         return self.plan
 
     def check_weights_finite(self) -> None:
-        """Raise where training diverged, before the task becomes knowledge."""
+        """Raise where training diverged, before the task becomes the method's knowledge."""
         parameters = self.heads.list_task_parameters(self.tasks[-1], self.tasks)  # no other head is trained
         trained = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
         broken = [n for n, p in trained.items() if p.is_floating_point() and not bool(p.isfinite().all())]
@@ -770,11 +762,3 @@ def _holds_misplaced(optimizer: Optimizer) -> bool:
 def _hold_any(groups: Sequence[Sequence[nn.Parameter]], parameters: Iterable[nn.Parameter]) -> bool:
     ids = {id(p) for p in parameters}
     return any(id(p) in ids for group in groups for p in group)
-
-
-def warn_user(message: str) -> None:
-    """Warn with the line of the user's code that led here, not one of this package or of torch."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("agscl", "torch"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, SelfCheckWarning, stacklevel=level)

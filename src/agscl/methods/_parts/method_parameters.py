@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-__all__ = ["compute_step"]
+__all__ = ["compute_method_parameter_step"]
 
 
-def compute_step(
+def compute_method_parameter_step(
     optimizer: Optimizer, group: dict[str, Any], gradient: Tensor, moments: list[Tensor], age: int | Tensor
 ) -> Tensor:
-    """What to subtract from a parameter: the group's rate times a direction, without weight decay.
+    """What to subtract from a parameter of the method's own: the group's rate times a direction, no weight decay.
 
     By SGD with the group's momentum if the optimizer is SGD, else by Adam. Updates `moments`, the first and the second;
     `age` counts the steps since they were zero, this one included.

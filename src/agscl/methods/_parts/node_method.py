@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agscl.certificate import ProbeOutputs
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.refusals import NodeGraphError
 from agscl.heads import HeadPlace
 from agscl.methods._parts.lifecycle import Method
 from agscl.methods._parts.plan import Plan
+from agscl.probe_outputs import ProbeOutputs
 
 __all__ = ["NodeMethod", "NodePlan"]
 
@@ -39,7 +39,7 @@ class NodePlan(Plan):
             self.freeze(inside.values())
 
     def refuse_unfrozen(self) -> None:
-        """Raise where weights are trained that the graph does not know, since they were frozen when it was built."""
+        """Raise where weights are trained that the node graph does not know, as they were frozen when it was built."""
         if unfrozen := self.graph.find_unfrozen():
             raise RuntimeError(
                 f"{', '.join(unfrozen[:3])}: frozen when the graph was built and trained now, so nothing protects it. "

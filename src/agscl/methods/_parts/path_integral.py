@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from agscl.methods._parts.penalties import Tensors, WeightMethod, WeightPlan
+from agscl.methods._parts.weight_method import Tensors, WeightMethod, WeightPlan
 
 __all__ = ["PathMethod", "PathPlan"]
 
 
 class ObservedStep(NamedTuple):
-    """What was observed before a step, for each weight with a gradient."""
+    """What was observed on the path before a step, for each weight with a gradient."""
 
     parameters: list[Tensor]
     before: list[Tensor]

@@ -63,7 +63,7 @@ class Plan(OptimizerHeads):
     # The life of a plan ----------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Hook the optimizers, give them the new head, freeze the other heads and their BatchNorms' statistics."""
+        """Attach the plan: hook the optimizers, give them the new head, freeze the other heads and their BatchNorms."""
         method = self.method
         order = self._name_parameters()
         self._add_head_to_optimizer(order)
@@ -77,13 +77,13 @@ class Plan(OptimizerHeads):
             StepHooks.attach(optimizer, self)
 
     def build(self) -> None:
-        """Make what the phases need from the method's knowledge; runs for a new task and for a resumed one."""
+        """Build what the plan's phases need from the method's knowledge; runs for a new task and for a resumed one."""
 
     def start(self) -> None:
-        """Run checks and set first values, once, when a new task begins; not when one is resumed."""
+        """Start the plan: run checks and set first values, once, when a new task begins; not when one is resumed."""
 
     def detach(self) -> None:
-        """Remove the hooks and restore `requires_grad`."""
+        """Detach the plan: remove its hooks and restore `requires_grad`."""
         if self._norms_of_others is not None:
             self._norms_of_others.close()
         for optimizer in self.optimizers:
@@ -93,7 +93,7 @@ class Plan(OptimizerHeads):
         self.frozen, self._trainable_before = [], []
 
     def cancel(self) -> None:
-        """As `detach`, for a task that could not begin: the optimizers lose the new head too."""
+        """Cancel the plan of a task that could not begin: as `detach`, and the optimizers lose the new head too."""
         self.detach()
         for group, parameter in self._added_parameters:
             remove_parameter(group, parameter)
@@ -112,7 +112,7 @@ class Plan(OptimizerHeads):
         self._since_copy = SinceCopy(self.steps, self._count_writes())
 
     def find_lost_copy(self, *, epochs: int) -> bool:
-        """Whether this is a copy whose optimizers do not step though training goes on; `epochs` have ended now."""
+        """Whether the plan is a copy whose optimizers do not step though training goes on; `epochs` have ended now."""
         since = self._since_copy
         if since is None or self.steps > since.steps:
             self._since_copy = None
@@ -131,7 +131,7 @@ class Plan(OptimizerHeads):
             self.reconnect_copy()
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Freeze parameters until the end of this task."""
+        """Freeze parameters until the end of the plan's task."""
         # a lazy one is of a head that no forward pass has run yet
         parameters = [p for p in parameters if type(p) is nn.Parameter or not is_lazy(p)]
         trainable = [p for p in parameters if p.requires_grad]
@@ -168,7 +168,7 @@ class Plan(OptimizerHeads):
     # Saving, reporting -----------------------------------------------------------------------------------------------
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        """Tensors held while the task is under way, by purpose, beside those of the method's knowledge."""
+        """Tensors that the plan holds while its task is under way, by purpose, beside those of the knowledge."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from agscl.certificate import ProbeOutputs
 from agscl.digests import digest_tensors
 from agscl.heads import MultiHead
+from agscl.probe_outputs import ProbeOutputs
 
 __all__ = ["compare_outputs", "concat_tensors", "record_outputs"]
 
@@ -54,8 +54,10 @@ def compare_outputs(
 
 
 def concat_tensors(output: Any) -> Tensor | None:
-    """The tensors of an output, which may be nested, as one: (samples, values), or (1, values) where their lengths
-    differ. None where there are none."""
+    """The tensors of an output to record, which may be nested, as one; None where there are none.
+
+    (samples, values), or (1, values) where their lengths differ.
+    """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors:
         return None

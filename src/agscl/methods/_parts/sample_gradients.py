@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.system.distributed import sum_over_ranks_
 
 __all__ = ["Score", "as_single_score", "count_samples", "measure_gradients"]
@@ -89,7 +89,7 @@ class _ScoredModel(nn.Module):
         return self.score(batch)
 
     def call_with(self, weights: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
-        """As `forward`, with other values of some parameters."""
+        """The scores of a batch's samples with other values of some parameters."""
         replaced = {f"model.{place}": weight for name, weight in weights.items() for place in self._places[name]}
         result: tuple[Tensor, Tensor] = functional_call(self, replaced, (batch,), tie_weights=False)
         return result
@@ -220,7 +220,7 @@ def _rebatch(batches: Iterable[Any], size: int) -> Iterator[tuple[Any, int]]:
 
 
 def count_samples(leaves: list[Any]) -> int:
-    """The number of samples in a batch, given its flattened `leaves`: the length of the first tensor."""
+    """How many samples' gradients a batch has, given its flattened `leaves`: the length of the first tensor."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)

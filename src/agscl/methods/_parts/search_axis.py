@@ -20,21 +20,21 @@ class SearchAxis:
     values: tuple[float, ...] = ()
 
     def list_candidates(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Settings with each value of this one: first the base itself, then by distance from it."""
+        """Settings with each value on the axis: first the base itself, then by distance from it."""
         start = self._get_start(base)
         values = [float(f"{factor * start:.3g}") for factor in self.factors] + list(self.values)
         by_distance = sorted({start, *values}, key=lambda value: (abs(value - start) / (value + start or 1), value))
         return [{**base, self.setting: value} for value in by_distance]
 
     def extend(self, best: Mapping[str, Any], tried: Collection[float]) -> list[dict[str, Any]]:
-        """One candidate beyond the values tried, if the best is the smallest or the largest of them."""
+        """Extend the axis: one candidate beyond the values tried, if the best is the smallest or largest of them."""
         if not self.factors or best[self.setting] not in (min(tried), max(tried)):
             return []
         outer, inner = self.factors[:2] if best[self.setting] == min(tried) else self.factors[-1:-3:-1]
         return [{**best, self.setting: float(f"{best[self.setting] * outer / inner:.3g}")}]
 
     def get_range(self, base: Mapping[str, Any], extensions: int) -> tuple[float, float]:
-        """The smallest and the largest value that the candidates have, after so many extensions on either side."""
+        """The smallest and the largest value on the axis, after so many extensions on either side."""
         start = self._get_start(base)
         if not self.factors:
             return min(start, *self.values), max(start, *self.values)

@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["Settings", "find_wrong_type"]
+__all__ = ["NoSettings", "Settings", "find_wrong_type"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,13 @@ class Settings:
 _KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoSettings(Settings):
+    """The settings of a method with nothing to set."""
+
+
 def find_wrong_type(config: Any) -> str | None:
-    """A sentence about the first field of a dataclass whose value is not of its type; None where all are."""
+    """A sentence about the first setting in a dataclass whose value is not of its type; None where all are."""
     hints = typing.get_type_hints(type(config))
     for setting in fields(config):
         value, allowed = getattr(config, setting.name), _list_allowed(hints[setting.name])

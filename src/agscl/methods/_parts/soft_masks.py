@@ -13,7 +13,7 @@ __all__ = ["SoftMask", "mask_gradients_", "mask_updates_"]
 
 
 class SoftMask(NamedTuple):
-    """The mask of one weight."""
+    """The soft mask of one weight."""
 
     parameter: nn.Parameter
     factor: Tensor
@@ -23,7 +23,7 @@ class SoftMask(NamedTuple):
 
 
 def mask_gradients_(masks: Iterable[SoftMask], optimizer: Optimizer) -> None:
-    """Multiply the gradients of what `optimizer` trains by the factors."""
+    """Multiply the gradients of what `optimizer` trains by the factors of the soft masks."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for mask in masks:
         if mask.parameter.grad is not None and id(mask.parameter) in trained:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from agscl.graph.forward import preserve_model_state
+from agscl.graph.model_state import preserve_model_state
 from agscl.graph.probing import LAYERS
-from agscl.methods._parts.frozen_after_first import FrozenPartsMethod, FrozenPartsPlan
+from agscl.methods._parts.frozen_parts import FrozenPartsMethod, FrozenPartsPlan
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
-from agscl.methods._parts.memory import Memory, Outline
+from agscl.methods._parts.memory_forecast import Memory, Outline
 from agscl.methods._parts.settings import Settings
 from agscl.system.distributed import copy_from_first_rank_, is_distributed
 from agscl.system.sums import to_sum_dtype
@@ -42,7 +42,7 @@ MAX_INPUTS = 4096  # most inputs of one layer in a decomposition; a convolution 
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceConfig(Settings):
-    """Settings of every such method; the defaults are those of the papers for CIFAR-100."""
+    """Settings of the methods with subspaces; the defaults are those of the papers for CIFAR-100."""
 
     threshold: float = 0.97
     """ε: share of the inputs' energy that a layer's basis must hold after the first task; more forgets less."""
@@ -65,7 +65,7 @@ class SubspaceConfig(Settings):
 
 @dataclass
 class SubspaceKnowledge(Knowledge):
-    """What such a method keeps from task to task."""
+    """What a method with subspaces keeps from task to task."""
 
     purposes: ClassVar[Mapping[str, str]] = {"bases": "bases"}
     bases: dict[str, Tensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class SubspaceKnowledge(Knowledge):
 
 
 class SubspacePlan(FrozenPartsPlan):
-    """One task: gradients and steps are projected away from the directions of old inputs."""
+    """One task: gradients and steps are projected away from the subspaces of old inputs."""
 
     method: SubspaceMethod
     saved: ClassVar[tuple[str, ...]] = ("anchors",)
@@ -198,7 +198,7 @@ class SubspaceMethod(FrozenPartsMethod):
 
     @classmethod
     def forecast_memory(cls, outline: Outline, tasks: int, settings: Mapping[str, Any]) -> Memory:
-        """For each layer at most as many directions as it has columns, or as inputs were drawn over all tasks."""
+        """Of each layer's subspace: at most as many directions as columns, or as inputs drawn over all tasks."""
         samples = settings.get("samples", SubspaceConfig.samples)
         numbers = size = 0
         for layer in outline.layers:
@@ -208,12 +208,12 @@ class SubspaceMethod(FrozenPartsMethod):
         return Memory.from_counts(["bases", "bytes"], bases=numbers, bytes=size)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last task: `directions` held per weight, `used_capacity`, their share of all, and the threshold."""
+        """Of the subspaces after the last task: `directions` per weight, `used_capacity`, their share, threshold."""
         return super().statistics()
 
 
 def project(change: Tensor, basis: Tensor) -> Tensor:
-    """The part of `change`, shaped as the weight (rows, columns, …), that is orthogonal to the basis."""
+    """The part of `change`, shaped as the weight (rows, columns, …), that is orthogonal to the basis' subspace."""
     if not basis.shape[2]:
         return change
     rows = change.reshape(len(basis), -1, basis.shape[1]).to(basis.dtype)
@@ -228,7 +228,7 @@ def _count_directions(basis: Tensor) -> list[int]:
 
 
 def extract_inputs(layer: nn.Module, layer_input: Tensor, limit: int, generator: torch.Generator) -> Tensor:
-    """The vectors that a layer's weight rows are multiplied with, at most `limit`: (groups, columns, inputs)."""
+    """A layer's inputs to find their subspace, at most `limit`: (groups, columns, inputs), as its rows read them."""
     if isinstance(layer, nn.Linear):
         rows = layer_input.flatten(0, -2)
         return rows[_draw_indices(len(rows), limit, generator).to(rows.device)].T[None]
@@ -248,7 +248,7 @@ def extract_inputs(layer: nn.Module, layer_input: Tensor, limit: int, generator:
 
 
 def sample_rows(batches: Iterable[Any], count: int, generator: torch.Generator) -> tuple[Any, int]:
-    """A random sample of at most `count` rows of all batches, as one batch, and its number of rows."""
+    """Inputs to find a subspace with: at most `count` random rows of all batches, as one batch, and their number."""
     sample: Any = None
     keys = torch.empty(0)
     for batch in batches:
@@ -304,7 +304,7 @@ def _draw_indices(size: int, limit: int, generator: torch.Generator) -> Tensor:
 
 
 def count_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
-    """The most inputs of a layer drawn from one task; a task may have fewer than `samples` examples."""
+    """The most inputs drawn from one task for a layer's subspace; a task may have fewer than `samples` examples."""
 
     def inputs_drawn(count: int) -> int:
         limit = math.ceil(MAX_INPUTS * min(CHUNK_SIZE, count) / count)
@@ -315,7 +315,7 @@ def count_inputs_drawn(positions: tuple[int, ...], samples: int) -> int:
 
 
 def extend_basis(old_basis: Tensor | None, inputs: Tensor, threshold: float) -> Tensor:
-    """Extend `old_basis` until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
+    """Extend a subspace's basis until it explains `threshold` of the energy of `inputs` (groups, columns, inputs)."""
     bases = []
     for number, group_inputs in enumerate(to_sum_dtype(inputs)):
         basis = group_inputs.new_empty(len(group_inputs), 0) if old_basis is None else to_sum_dtype(old_basis[number])

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.local_tensors import Key, PerThread, View, make_replaceable, restore_plain_dicts
+from agscl.methods._parts.thread_local_tensors import Key, PerThread, View, make_replaceable, restore_plain_dicts
 
 __all__ = ["TaskViewMethod", "WeightPlace"]
 
@@ -39,7 +39,7 @@ class TaskViewMethod(Method):
 
     @property
     def hides_weights(self) -> bool:
-        """Whether tasks see different weights."""
+        """Whether tasks are shown different weights."""
         return True
 
     @property
@@ -51,7 +51,7 @@ class TaskViewMethod(Method):
         raise NotImplementedError
 
     def mask_later_weights(self, number: int) -> Iterable[WeightPlace]:
-        """The same as task `number` sees them: 0 in place of what later tasks added."""
+        """Those weights as task `number` sees them: 0 in place of what later tasks added."""
         raise NotImplementedError
 
     def state_dict_for(self, task: str) -> dict[str, Tensor]:
