@@ -48,8 +48,8 @@ def play(
         with value_errors_as_usage_errors():
             recording = agent.record_play(known.index(name), steps)
         path = out or folder / "play" / f"{name}.gif"
-        shown, steps = recording.save_gif(path, MAX_BYTES // len(names)), len(recording.pictures)
-        played = f"{steps} steps{'' if recording.is_complete else ', not to its end'}"
-        played += f"; the first {shown} shown" if shown < steps else ""
+        shown, count = recording.save_gif(path, MAX_BYTES // len(names)), len(recording.pictures)
+        played = f"{count} steps{'' if recording.is_complete else ', not to its end'}"
+        played += f"; the first {shown} shown" if shown < count else ""
         print_line(f"{name}: score {recording.score:g} in {played}: {path} ({path.stat().st_size / 1000:.0f} kB)")
     return DONE
