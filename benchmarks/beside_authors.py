@@ -17,9 +17,9 @@ from supervised import commits_of, parsed, run
 
 from agscl.experiments.compare import summarize_values
 from agscl.experiments.jobs import Job
-from agscl.experiments.run import Interrupted
 from agscl.experiments.run_config import configure
 from agscl.experiments.search import name_settings
+from agscl.runs.errors import Interrupted
 from agscl.runs.json_files import read_json
 
 PRESET = "tinyimagenet32"

@@ -20,8 +20,8 @@ from supervised import commits_of, parsed, run
 from agscl.analysis import metrics
 from agscl.experiments.compare import METRICS, summarize_values
 from agscl.experiments.jobs import Job
-from agscl.experiments.run import Interrupted
 from agscl.experiments.run_config import configure
+from agscl.runs.errors import Interrupted
 from agscl.runs.json_files import read_json
 
 BASE = "the paper's form"

@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/cuda_tests.json"))
     arguments = parser.parse_args()
     words = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--show-capture=no"]
-    words += [f"tests/fast/test_{name}.py" for name in ("cuda", "split_adam", "conv3x3", "fused_layers")]
+    words += [f"tests/fast/test_{name}.py" for name in ("cuda", "split_adam", "conv3x3", "fused_trunk")]
     words += ["tests/reinforcement/test_ppo_cuda.py"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     print(done.stdout[-10_000:])

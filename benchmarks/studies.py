@@ -15,7 +15,7 @@ from measured import commit, record, short
 from supervised import commits_of, parsed, run
 
 from agscl.experiments import aopc, studies
-from agscl.experiments.run import Interrupted
+from agscl.runs.errors import Interrupted
 
 
 def main() -> None:

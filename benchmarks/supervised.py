@@ -25,7 +25,7 @@ from measured import commit, record, short
 from agscl.experiments import compare, search
 from agscl.experiments.jobs import Job, JobOutcome, run_jobs
 from agscl.experiments.presets import get_fast_settings
-from agscl.experiments.run import Interrupted
+from agscl.runs.errors import Interrupted
 
 SIX = ("agscl", "ewc", "si", "rwalk", "mas", "hat")
 

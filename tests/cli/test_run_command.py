@@ -17,9 +17,10 @@ from PIL import Image
 
 from agscl.cli import run as run_command
 from agscl.cli.main import main
-from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run import execute_run
 from agscl.experiments.run_config import configure
 from agscl.runs import Checkpoints, Run, is_finished
+from agscl.runs.errors import Interrupted
 from agscl.runs.events import read_events
 from commands import QUICK, finish_command, start_command, start_training
 from results import reproducible_part

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from agscl.cli.main import main
-from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run import execute_run
 from agscl.experiments.run_config import configure
 from agscl.runs import Run
+from agscl.runs.errors import Interrupted
 from results import reproducible_part
 from run_files import edit_certificate, edit_checkpoint, edit_json, forge_chain
 

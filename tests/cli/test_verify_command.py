@@ -14,11 +14,12 @@ from PIL import Image
 
 from agscl.cli.main import main
 from agscl.experiments.certificate_chain import list_certificates
-from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run import execute_run
 from agscl.experiments.run_config import configure
 from agscl.experiments.verify import _compute_probe_outputs
 from agscl.probe_outputs import ProbeOutputs
 from agscl.runs import Run, RunError
+from agscl.runs.errors import Interrupted
 from commands import QUICK, finish_command, start_command
 from run_files import edit_certificate, edit_checkpoint, forge_chain
 

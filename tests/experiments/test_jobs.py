@@ -5,8 +5,8 @@ from concurrent.futures import Future
 import pytest
 
 from agscl.experiments import compare, jobs
-from agscl.experiments.run import Interrupted
 from agscl.runs import Checkpoints
+from agscl.runs.errors import Interrupted
 
 
 def test_any_exception_stops_the_running_jobs_and_they_store_a_checkpoint(tmp_path):

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from agscl.experiments import run as run_module
-from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run import execute_run
 from agscl.experiments.run_config import configure
 from agscl.runs import DifferentConfig, Run
+from agscl.runs.errors import Interrupted
 from agscl.runs.events import read_events
 
 

@@ -29,9 +29,9 @@ from agscl import (
     PaperAGSCL,
     RWalk,
 )
-from agscl.fast import fused_layers
+from agscl.fast import fused_trunk
 from agscl.fast.fast_engine import GraphEngine, Pieces, make_fast_engine
-from agscl.fast.fused_layers import FusedTrunk, compile_chain
+from agscl.fast.fused_trunk import FusedTrunk, compile_chain
 from agscl.methods._agscl.proximal import pull, shrink
 from agscl.networks.cifar import CifarTrunk
 from agscl.runs.nested_state import flatten_state, unflatten_state
@@ -447,7 +447,7 @@ def test_a_pass_compiles_no_kernel_that_was_not_compiled_before_it(monkeypatch, 
         compiled = []
         monkeypatch.setattr(knobs.compilation, "listener", lambda **found: compiled.append(found["metadata"]["name"]))
         with FusedTrunk(trunk).use_fused_layers():
-            monkeypatch.setattr(fused_layers, "compile_chain", lambda *_: None)
+            monkeypatch.setattr(fused_trunk, "compile_chain", lambda *_: None)
             output = trunk(x)
         if training:
             output.float().sum().backward()

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import fast
-from agscl.fast import conv3x3, fast_trunk, fused_layers
+from agscl.fast import conv3x3, fast_trunk
 from agscl.fast.fast_trunk import FastTrunk
-from agscl.fast.fused_layers import find_links
+from agscl.fast.fused_trunk import find_links
 from agscl.networks import cifar, omniglot
 from agscl.training import CompileFailed
 from small_networks import LayerByLayer, pass_through, random_tensor, small_network
@@ -137,7 +137,7 @@ def test_a_network_used_as_it_is_keeps_our_kernels(own_convolutions):
 
 
 def test_without_triton_a_gpu_has_torchs_compiler(monkeypatch):
-    for module in (fast_trunk, fused_layers, conv3x3):
+    for module in (fast_trunk, fused_trunk, conv3x3):
         monkeypatch.setattr(module, "HAS_TRITON", False)
     monkeypatch.setattr(FastTrunk, "_compile_with_torch", lambda self: None)
     assert FastTrunk(small_network(), torch.device("cuda"), **AS_ON_GPU).fused is None

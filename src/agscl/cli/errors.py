@@ -32,9 +32,9 @@ def report_error(error: Exception) -> int:
         return _print_error(error, WRONG_USE)
 
     from agscl.cli.console import print_line
-    from agscl.experiments.run import Interrupted
     from agscl.networks import WeightsError
     from agscl.runs import DifferentConfig, RunError, WrongOptions
+    from agscl.runs.errors import Interrupted
     from agscl.tasks import DataError
 
     if isinstance(error, Interrupted):  # of several runs

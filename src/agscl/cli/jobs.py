@@ -37,7 +37,7 @@ def run_jobs_with_progress(
     from agscl.cli.progress import JobsProgress
     from agscl.experiments.jobs import run_jobs
     from agscl.experiments.method_entries import METHODS
-    from agscl.experiments.run import Interrupted
+    from agscl.runs.errors import Interrupted
 
     check_checkpoint_every(checkpoint_every)
     check_at_least_one("--jobs", processes)

@@ -149,9 +149,10 @@ def _run_here(
     from agscl.cli.console import print_line
     from agscl.cli.progress import RunProgress
     from agscl.cli.run_summary import print_run_summary
-    from agscl.experiments.run import Interrupted, execute_run
+    from agscl.experiments.run import execute_run
     from agscl.experiments.run_environment import choose_threads
     from agscl.runs import Run, is_finished, read_result
+    from agscl.runs.errors import Interrupted
     from agscl.runs.loggers import Loggers
 
     loggers = Loggers(log, folder, config.as_dict(), print_line)
@@ -234,7 +235,8 @@ def _make_resume_command(folder: Path, runs: Path, processes: int) -> str:
 
 def _follow_first_rank() -> int:
     """What all processes but the first do, where `torchrun` started several."""
-    from agscl.experiments.run import Interrupted, follow_run
+    from agscl.experiments.run import follow_run
+    from agscl.runs.errors import Interrupted
     from agscl.training import TrainingFailed
     from agscl.training.ranks import join_ranks
 

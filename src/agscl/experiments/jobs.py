@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Protocol
 
 from agscl.experiments.method_entries import METHODS
-from agscl.experiments.run import Interrupted, execute_run
+from agscl.experiments.run import execute_run
 from agscl.experiments.run_config import RunConfig
 from agscl.methods._parts.warnings import SelfCheckWarning
 from agscl.runs import Run, RunError, is_finished
+from agscl.runs.errors import Interrupted
 from agscl.runs.events import read_last_event
 from agscl.runs.json_files import encode_json, read_checked_json
 from agscl.runs.run_folder import DIVERGED

@@ -25,7 +25,7 @@ from agscl.experiments.method_entries import METHODS, REFERENCE
 from agscl.experiments.run_config import RunConfig
 from agscl.experiments.run_environment import record_environment
 from agscl.probe_outputs import ProbeOutputs
-from agscl.runs import DifferentConfig, Run, RunError, hash_state
+from agscl.runs import DifferentConfig, Interrupted, Run, RunError, hash_state
 from agscl.runs.json_files import read_checked_json
 from agscl.runs.run_folder import DIVERGED
 from agscl.system.tf32 import tf32_for
@@ -39,10 +39,6 @@ PROGRESS_INTERVAL = 0.5
 """Seconds between two reports of the progress within an epoch."""
 PROBE_SIZE = 16
 """Random inputs for which a certificate stores the outputs of all heads."""
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and stored a checkpoint."""
 
 
 def execute_run(

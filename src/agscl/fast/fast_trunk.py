@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from agscl.fast._torch_internals import has_forward_hooks, is_triton_error
-from agscl.fast.fused_layers import FusedTrunk, supports_network
+from agscl.fast.fused_trunk import FusedTrunk, supports_network
 from agscl.fast.torch_compiled_trunk import TorchCompiledTrunk, compile_failure
 from agscl.fast.triton_support import HAS_TRITON
 from agscl.fast.warm_up import WarmUp

@@ -303,7 +303,7 @@ def launch_link_forward(
     dropout: float,
     seed_index: int,
 ) -> None:
-    """Launch a kernel to fill `z` and, with pooling or dropout, `argmax`: see `fused_layers.link_forward`."""
+    """Launch a kernel to fill `z` and, with pooling or dropout, `argmax`: see `fused_trunk.link_forward`."""
     pixel_count, width, channels = _count_pixels(z)
     channel_tile, block = _tile(channels)
     grid = (-(-pixel_count // block),)

@@ -95,7 +95,7 @@ class Reader:
 
 @dataclass
 class ReLUSite:
-    """A ReLU, the `index`-th that a forward pass calls. Along `dim`, element e is a value of group `groups[e]`."""
+    """A ReLU of the graph: the `index`-th of a forward pass. Along `dim`, element e is a value of group `groups[e]`."""
 
     index: int
     dim: int | None  # None: groups run over the flattened sample

@@ -32,7 +32,7 @@ from agscl.methods._agscl.node_pruner import MIN_EPOCHS, NodePruner
 from agscl.methods._agscl.node_views import NodeViewMethod
 from agscl.methods._agscl.proximal import norm_gradients, pull, shrink
 from agscl.methods._agscl.proximal_schedule import Every, ProximalSchedule
-from agscl.methods._agscl.reinit import choose_groups, reinitialise_, synchronise_generator
+from agscl.methods._agscl.reinit import choose_groups, reinitialise_
 from agscl.methods._agscl.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 from agscl.methods._parts.batches import make_repeatable
 from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer, recompute_statistics
@@ -318,7 +318,6 @@ class AGSCL(NodeViewMethod):
     def _reinitialise_free(self, plan: AGSCLPlan, new: Tensor) -> None:
         """(I.2) A share ρ of each layer's free nodes get fresh incoming weights; `new` just became important."""
         knowledge, generator, config = self.knowledge, self.knowledge.generator, self.config
-        synchronise_generator(generator, knowledge.omega.device)
         needed = new.cpu() if config.rand_init == "needed" else None
         fresh = choose_groups(self.graph, knowledge.free.cpu(), config.rho, generator, needed)
         knowledge.fresh_groups = reinitialise_(self.graph, fresh, generator, plan.optimizers, knowledge.initial_weights)

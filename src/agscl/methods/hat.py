@@ -22,7 +22,7 @@ from agscl.methods._parts.batchnorm import NodeNormFreezer, StatisticsFreezer
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
-from agscl.methods._parts.method_parameters import compute_method_parameter_step
+from agscl.methods._parts.method_trained_parameters import compute_method_parameter_step
 from agscl.methods._parts.node_method import NodeMethod, NodePlan
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis

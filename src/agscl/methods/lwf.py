@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from agscl.graph.model_state import switch_mode
 from agscl.heads import MultiHead
 from agscl.methods._parts.lifecycle import Forward, Method
-from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.search_axis import FACTORS, SearchAxis
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.task_plan import Plan
 from agscl.system.describe import describe_value
 
 __all__ = ["LwF", "LwFConfig"]

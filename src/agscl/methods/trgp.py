@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from agscl.graph.probing import LAYERS
 from agscl.methods._parts.lifecycle import Forward
 from agscl.methods._parts.memory_forecast import Memory, Outline
-from agscl.methods._parts.method_parameters import compute_method_parameter_step
+from agscl.methods._parts.method_trained_parameters import compute_method_parameter_step
 from agscl.methods._parts.optimizer_heads import remove_parameter
 from agscl.methods._parts.search_axis import SearchAxis
 from agscl.methods._parts.subspaces import (

@@ -13,3 +13,7 @@ class WrongOptions(RunError):
 
 class DifferentConfig(RunError):
     """The folder holds a run with a different configuration or different data."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and stored a checkpoint."""

@@ -14,15 +14,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from agscl.graph.nodes import NodeGraph
-from agscl.system.distributed import copy_from_first_rank_, is_distributed
+from agscl.system.distributed import synchronise_generator
 
-__all__ = ["choose_groups", "reinitialise_", "synchronise_generator"]
+__all__ = ["choose_groups", "reinitialise_"]
 
 
 def choose_groups(
     graph: NodeGraph, free: Tensor, share: float, generator: torch.Generator, needed: Tensor | None = None
 ) -> Tensor:
-    """(groups,) mask of n − ⌊n(1−share)⌋ random ones of each layer's n free groups, at most as many as `needed`."""
+    """(groups,) mask of n − ⌊n(1−share)⌋ random ones of each layer's n free groups, at most as many as `needed`.
+
+    Where ranks train together, all choose the same.
+    """
+    synchronise_generator(generator, next(parameter.device for _, parameter, _ in graph.incoming_parameters()))
     chosen = torch.zeros_like(free)
     for in_layer in graph.groups_by_layer():
         candidates = (in_layer & free).nonzero().flatten()
@@ -31,14 +35,6 @@ def choose_groups(
             count = min(count, int((in_layer & needed).sum()))
         chosen[candidates[torch.randperm(len(candidates), generator=generator)[:count]]] = True
     return chosen
-
-
-def synchronise_generator(generator: torch.Generator, device: torch.device) -> None:
-    """Where ranks train together, let all draw what rank 0 draws."""
-    if is_distributed():
-        state = generator.get_state().to(device)
-        copy_from_first_rank_(state)
-        generator.set_state(state.cpu())
 
 
 @torch.no_grad()

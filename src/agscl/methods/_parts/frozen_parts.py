@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from agscl.methods._parts.batchnorm import StatisticsFreezer, find_trunk_batchnorms
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.plan import Plan
+from agscl.methods._parts.task_plan import Plan
 
 __all__ = [
     "FixedWeightsPlan",

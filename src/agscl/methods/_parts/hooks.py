@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from agscl.methods._parts.plan import Plan
+    from agscl.methods._parts.task_plan import Plan
 
 __all__ = ["StepHooks"]
 

@@ -24,7 +24,7 @@ from agscl.digests import digest_tensors
 from agscl.graph.model_state import preserve_model_state
 from agscl.heads import HeadPlace, Heads
 from agscl.methods._parts import knowledge as kept
-from agscl.methods._parts import plan as plans
+from agscl.methods._parts import task_plan as plans
 from agscl.methods._parts.batches import Batches, explain_batch_errors
 from agscl.methods._parts.ddp_and_compile import (
     contains_compiled,

@@ -13,7 +13,7 @@ from agscl.graph.nodes import NodeGraph
 from agscl.graph.refusals import NodeGraphError
 from agscl.heads import HeadPlace
 from agscl.methods._parts.lifecycle import Method
-from agscl.methods._parts.plan import Plan
+from agscl.methods._parts.task_plan import Plan
 from agscl.probe_outputs import ProbeOutputs
 
 __all__ = ["NodeMethod", "NodePlan"]

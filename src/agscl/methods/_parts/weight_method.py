@@ -25,8 +25,8 @@ from agscl.methods._parts.batchnorm import (
 from agscl.methods._parts.knowledge import Knowledge
 from agscl.methods._parts.lifecycle import Forward, Method
 from agscl.methods._parts.memory_forecast import ZERO, Memory, Outline
-from agscl.methods._parts.plan import Plan
 from agscl.methods._parts.settings import Settings
+from agscl.methods._parts.task_plan import Plan
 from agscl.system.sums import sum_dtype, to_sum_dtype
 
 __all__ = ["Tensors", "WeightConfig", "WeightKnowledge", "WeightMethod", "WeightPlan", "find_protected"]

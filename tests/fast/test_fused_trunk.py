@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import fast
-from agscl.fast import conv3x3, fused_layers, triton_support
-from agscl.fast.fused_layers import (
+from agscl.fast import conv3x3, fused_trunk, triton_support
+from agscl.fast.fused_trunk import (
     FusedTrunk,
     LinearFunction,
     Link,
@@ -225,7 +225,7 @@ def test_inputs_that_the_kernels_do_not_support_are_left_to_torch(monkeypatch):
     for kind in (LinkFunction, LinearFunction):
         apply = kind.apply
         monkeypatch.setattr(kind, "apply", lambda *given, apply=apply: used.append(1) or apply(*given))
-    monkeypatch.setattr(fused_layers, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(fused_trunk, "MAX_ELEMENTS", 0)
     monkeypatch.setattr(conv3x3, "MAX_ELEMENTS", 0)
     assert same(x)
     assert used == []
@@ -246,8 +246,8 @@ class OnGpu(list):
 def test_without_triton_a_tensor_on_a_gpu_is_left_to_torch(monkeypatch):
     link = Link(nn.Linear(4, 4), (nn.ReLU(),))
     for there in (True, False):
-        monkeypatch.setattr(fused_layers, "HAS_TRITON", there)
-        assert fused_layers._supports_link_input(link, OnGpu([1, 2])) == there
+        monkeypatch.setattr(fused_trunk, "HAS_TRITON", there)
+        assert fused_trunk._supports_link_input(link, OnGpu([1, 2])) == there
 
 
 @pytest.mark.parametrize("last", [nn.MaxPool2d(2), nn.Dropout(0.5)])
@@ -300,7 +300,7 @@ def launches(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "agscl.fast.triton_kernels", kernels)
     monkeypatch.setattr(fast, "triton_kernels", kernels, raising=False)
-    for module in (conv3x3, fused_layers, triton_support):
+    for module in (conv3x3, fused_trunk, triton_support):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
         monkeypatch.setattr(module, "autocasts_bf16", lambda x: True)
         monkeypatch.setattr(module, "HAS_TRITON", True)
