@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from agscl import fast
-from agscl.fast import conv3x3, fast_trunk
+from agscl.fast import conv3x3, fast_trunk, fused_trunk
 from agscl.fast.fast_trunk import FastTrunk
 from agscl.fast.fused_trunk import find_links
 from agscl.networks import cifar, omniglot
