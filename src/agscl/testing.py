@@ -382,7 +382,7 @@ class Report:
 
     @property
     def avoided_forgetting(self) -> float:
-        """The share of fine-tuning's forgetting that the method under test avoided, over all seeds."""
+        """Of a tested method, the share of fine-tuning's forgetting that it avoided, over all seeds."""
         return 1 - sum(self.method_lost) / sum(self.fine_tuning_lost)
 
     def find_failure(self, min_avoided: float) -> str | None:

@@ -94,7 +94,7 @@ class Line:
         ]
 
     def summarize(self, metric: str) -> dict[str, float | None]:
-        """The line's mean and deviation over seeds of average_accuracy, forgetting, stability or plasticity."""
+        """Of a line of the report, mean and deviation over seeds of average_accuracy, forgetting, stability or plasticity."""
         values = [
             value for outcome in self.complete_outcomes if (value := measure_outcome(outcome, metric)) is not None
         ]

@@ -182,7 +182,7 @@ def make_engine(trainer: Trainer) -> Engine:
 
 
 def uses_cuda_graphs(trainer: Trainer) -> bool:
-    """Whether the trainer's steps are captured, as its configuration, method and device have it."""
+    """Whether the trainer needs an engine that captures its steps, as its configuration, method and device have it."""
     capturable = trainer.capturable and trainer.method.capturable
     if trainer.config.engine == "captured" and not capturable:
         culprit = type(trainer).__name__ if trainer.method.capturable else repr(trainer.method)

@@ -313,7 +313,7 @@ class Trainer:
         return trained | {name: parameter.detach() for name, parameter in parameters if name not in in_model}
 
     def note_plan_version(self) -> bool:
-        """Whether the method has changed what a step does (pruned, say) since this was last asked."""
+        """Whether the trainer's method has changed what a step does (pruned, say) since this was last asked."""
         before, self.plan_version = self.plan_version, self.method.plan_version
         return self.plan_version != before
 

@@ -337,7 +337,7 @@ class WeightMethod(Method):
             knowledge.anchors[name] = parameter.detach().clone()
 
     def close(self) -> None:
-        """As `Method.close`; the model keeps the BatchNorm statistics of its last task."""
+        """As `Method.close`; under a weight-wise method the model keeps the BatchNorm statistics of its last task."""
         super().close()
         if self._statistics_switcher is not None:
             self._statistics_switcher.close()
