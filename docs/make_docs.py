@@ -799,26 +799,77 @@ def budget_cost(result: Result) -> str:
     )
 
 
-@made_from("atari8-short-cut-off")
-def atari_cut_off(result: Result) -> str:
-    """The scores of all evaluations of a run that was cut off."""
+@made_from("atari8-short")
+def atari_games(result: Result) -> str:
+    """Each game's score when it was just learned and at the end, of AGS-CL and fine-tuning."""
+    runs = [result["methods"][name] for name in ("agscl", "finetune")]
+    learned = min(run["tasks_learned"] for run in runs)
     lines = [
-        "| method | learning | steps of it | games in training | played greedily: all games so far |",
+        f"| | AGS-CL: just learned | after {learned} games | fine-tuning: just learned | after {learned} games |",
         "|---|---|---|---|---|",
     ]
-
-    def format_score(score: float) -> str:
-        return f"{score:,.0f}" if abs(score) >= 100 else f"{score:.3g}"
-
-    for name, run in result["methods"].items():
-        for one in run["evaluations"]:
-            games = [each["name"] for each in run["evaluations"] if each["task"] <= one["task"]]
-            scores = zip(dict.fromkeys(games), one["scores"], strict=True)
-            shown = ", ".join(f"{game} {format_score(score)}" for game, score in scores)
-            trained = {(each["task"], each["steps"]): each["score"] for each in run["training"]}
-            score = format_score(trained[one["task"], one["steps"]])
-            lines.append(f"| {_title(name)} | {one['name']} | {one['steps']:,} | {score} | {shown} |")
+    for task in range(learned):
+        name = next(one["name"] for one in runs[0]["evaluations"] if one["task"] == task)
+        cells = [_format_score(_last_evaluation(run, at)["scores"][task]) for run in runs for at in (task, learned - 1)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    sums = [f"{_last_evaluation(run, learned - 1)['accumulated_reward']:.2f}" for run in runs]
+    lines.append(f"| accumulated reward | | {sums[0]} | | {sums[1]} |")
     return "\n".join([*lines, "", f"{result['note']} {source(result)}"])
+
+
+def _last_evaluation(run: Result, task: int) -> dict[str, Any]:
+    """The last evaluation while `task` was learned: at its end, if that was reached."""
+    found: dict[str, Any] = [one for one in run["evaluations"] if one["task"] == task][-1]
+    return found
+
+
+def _format_score(score: float) -> str:
+    return f"{score:,.0f}" if abs(score) >= 100 else f"{score:.3g}"
+
+
+@made_from("atari8-short")
+def atari_figures(result: Result) -> str:
+    """Plasticity and stability, game by game, and the nodes taken."""
+    ours, reference = (result["methods"][name] for name in ("agscl", "finetune"))
+    learned = min(ours["tasks_learned"], reference["tasks_learned"])
+    just = [[_last_evaluation(run, task)["scores"][task] for task in range(learned)] for run in (ours, reference)]
+    plasticity = [mine / other for mine, other in zip(*just, strict=True)]
+    names = [_last_evaluation(ours, task)["name"] for task in range(learned)]
+    shown = ", ".join(f"{name} {value:.2f}" for name, value in zip(names, plasticity, strict=True))
+    layers = ours["capacity"][-1]
+    taken = ", ".join(f"{layer['taken']} of {layer['nodes']}" for layer in layers)
+    return (
+        f"Plasticity of AGS-CL, its score on a game just learned over that of fine-tuning: {shown};\non average "
+        f"{statistics.mean(plasticity):.2f}. Its stability is exactly 1 on every game. After {learned} games it has "
+        f"taken, layer by layer, {taken} nodes."
+    )
+
+
+@made_from("atari8-short")
+def atari_headline(result: Result) -> str:
+    """For the README."""
+    runs = {name: result["methods"][name] for name in ("agscl", "finetune")}
+    learned = min(run["tasks_learned"] for run in runs.values())
+    sums = {name: _last_evaluation(run, learned - 1)["accumulated_reward"] for name, run in runs.items()}
+    return (
+        f"{learned} of the paper's eight Atari games, one after the other, 10⁶ steps each, one seed: at the end the "
+        f"scores, each relative to\nfine-tuning's best on that game, add up to {sums['agscl']:.1f} with AGS-CL and to "
+        f"{sums['finetune']:.1f} with fine-tuning."
+    )
+
+
+@made_from("atari8-short-cut-off")
+def atari_cut_off(result: Result) -> str:
+    """The scores of all games so far when each of the first three was learned, of an earlier run with EWC and MAS."""
+    lines = ["| method | just learned | played greedily: all games so far |", "|---|---|---|"]
+    for name in ("ewc", "mas"):
+        run = result["methods"][name]
+        games = list(dict.fromkeys(one["name"] for one in run["evaluations"]))
+        for task, game in enumerate(games):
+            scores = zip(games, _last_evaluation(run, task)["scores"], strict=False)
+            shown = ", ".join(f"{each} {_format_score(score)}" for each, score in scores)
+            lines.append(f"| {_title(name)} | {game} | {shown} |")
+    return "\n".join([*lines, "", f"Not finished: cut off in the fourth of eight games. {source(result)}"])
 
 
 @made_from("atari8-short-cut-off")
@@ -1119,6 +1170,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "paper-costs": paper_costs,
     "shared-or-alone": shared_or_alone,
     "atari-cost-on-gpu": atari_cost_on_gpu,
+    "atari-games": atari_games,
+    "atari-figures": atari_figures,
+    "atari-headline": atari_headline,
     "atari-cut-off": atari_cut_off,
     "atari-unused-nodes": atari_unused_nodes,
     "atari-cost": atari_cost,
@@ -1246,6 +1300,38 @@ def draw_studies() -> None:
     figure.savefig(HOME / "docs" / "studies.svg", metadata={"Date": None})
 
 
+def draw_games() -> None:
+    """The score on each game at every evaluation, over all games; the band is when it was learned."""
+    import matplotlib.pyplot as plt
+
+    result = load("atari8-short")
+    if result is None:
+        return
+    runs = {name: result["methods"][name] for name in ("agscl", "finetune")}
+    learned = min(run["tasks_learned"] for run in runs.values())
+    figure, axes = plt.subplots(2, 4, figsize=(10, 4.6), layout="constrained")
+    for task, axis in enumerate(axes.flat):
+        if task >= learned:
+            axis.axis("off")
+            continue
+        axis.axvspan(task, task + 1, color="C1", alpha=0.15, linewidth=0)
+        for number, (name, run) in enumerate(runs.items()):
+            seen = [one for one in run["evaluations"] if task <= one["task"] < learned]
+            steps = max(one["steps"] for one in seen)
+            at = [one["task"] + one["steps"] / steps for one in seen]
+            axis.plot(at, [one["scores"][task] for one in seen], f"C{number}", marker=".", label=_title(name))
+        axis.set_title(_last_evaluation(runs["agscl"], task)["name"], fontsize=9)
+        axis.set_xlim(0, learned)
+        axis.set_xticks(range(learned + 1))
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    axes[1, 0].set_xlabel("games learned", fontsize=8)
+    axes[0, 0].set_ylabel("score", fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    axes[1, 3].legend(handles, labels, loc="center", frameon=False)
+    figure.savefig(HOME / "docs" / "atari8-short.svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
@@ -1268,6 +1354,7 @@ def main() -> None:
         draw()
         draw_methods()
         draw_studies()
+        draw_games()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Write one page of each kind to docs/pages/, and the picture of a page for the README, docs/report.png.
 
-python docs/make_pages.py [--atari]
+python docs/make_pages.py [--atari FOLDER]
 
 The pages are made from a run of digits (seconds), a run of control with recorded play (minutes), and files in results/.
-With --atari also from a run of the eight Atari games, cut to 24 576 steps per game: an hour on one core.
+That of atari8-short takes a GPU: --atari FOLDER makes it of the comparison in FOLDER, once `agscl play` recorded it.
 The picture needs Chromium; without it, the one that is there stays.
 """
 
@@ -22,7 +22,6 @@ PAGES = HOME / "docs" / "pages"
 PICTURE = HOME / "docs" / "report.png"
 RUNS = {"digits": ["digits"], "agents": ["control"]}
 """For each page made of a run, the run's preset and options."""
-ATARI = ["atari8-short", "--set", "steps=24576", "epochs=1", "evaluations=3", "evaluation_limit=1000", "--threads", "1"]
 RESULTS = {"comparison": "tinyimagenet32", "study": "studies/digits-aopc"}
 """For each page made of a file in results/, its name."""
 
@@ -33,12 +32,15 @@ def main() -> None:
     from agscl.cli.main import main as run_command
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--atari", action="store_true")
-    runs = RUNS | ({"atari8-short": ATARI} if parser.parse_args().atari else {})
+    parser.add_argument("--atari", type=Path, help="a comparison of atari8-short; the other pages are left as they are")
     PAGES.mkdir(exist_ok=True)
     os.environ["AGSCL_REPORT"] = "0"
+    if (folder := parser.parse_args().atari) is not None:
+        with contextlib.chdir(folder.parent):
+            run_command(["report", folder.name, "--runs", ".", "--out", str(PAGES / "atari8-short.html")])
+        return
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # pages name the folders of their runs
-        for kind, (preset, *options) in runs.items():
+        for kind, (preset, *options) in RUNS.items():
             run_command(["run", preset, *options, "--name", preset])
             if kind != "digits":
                 run_command(["play", preset])

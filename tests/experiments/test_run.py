@@ -7,6 +7,7 @@ import torch
 from agscl.experiments import run as run_module
 from agscl.experiments.run import execute_run
 from agscl.experiments.run_config import configure
+from agscl.experiments.run_environment import record_environment
 from agscl.runs import DifferentConfig, Run
 from agscl.runs.errors import Interrupted
 from agscl.runs.events import read_events
@@ -91,3 +92,12 @@ def test_progress_within_an_epoch_is_reported_and_not_logged(tmp_path, monkeypat
     assert len(set(steps)) > 10, "more than the ends of five epochs"
     logged = {event["event"] for event in read_events(tmp_path / "run" / "events.jsonl")}
     assert logged == {"task started", "epoch", "task ended"}
+
+
+def test_a_run_on_a_gpu_records_which_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU called {device}")
+    with Run(tmp_path / "gpu") as run:
+        assert record_environment(run, "cuda:1", 1)["gpu"] == "the GPU called cuda:1"
+    with Run(tmp_path / "cpu") as run:
+        assert "gpu" not in record_environment(run, "cpu", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from agscl.experiments.method_entries import METHODS
+from agscl.experiments.run import execute_run
+from agscl.experiments.run_config import configure
+from agscl.runs import Interrupted, Run
 
 HOME = Path(__file__).parents[2]
 
@@ -116,3 +120,32 @@ def test_a_piece_is_timed_in_a_process_of_its_own(tmp_path):
     words = ["--tiny", "--device", "cpu", "--repeats", "1", "--only", "all pieces", "--out", str(tmp_path / "out.json")]
     subprocess.run([sys.executable, "benchmarks/fast_pieces.py", *words], cwd=HOME, check=True, capture_output=True)
     assert json.loads((tmp_path / "out.json").read_text())["first_start"]["all pieces"]["process_seconds"] > 0
+
+
+def test_agents_that_are_not_finished_are_described_as_far_as_they_are(monkeypatch, tmp_path):
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+    monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
+    tasks = {"environments": ["CartPole-v1", "FrozenLake-v1:is_slippery=false"]}
+    quick = {"steps": 256, "environments": 4, "rollout": 16, "epochs": 1, "minibatches": 2, "evaluation_limit": 20}
+    stops = {"finetune": 10**6, "agscl": 9}  # units of work: AGS-CL is stopped within its second task
+    for method, last in stops.items():
+        config = configure("control", method=method, reference=False, task_options=tasks, evaluations=2, **quick)
+        units = iter(range(10**7))
+        with Run(tmp_path / "compare" / f"{method}-seed0") as run, contextlib.suppress(Interrupted):
+            execute_run(config, run, checkpoint_every=1e9, threads=1, should_stop=lambda: next(units) > last)  # noqa: B023
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["agents", str(tmp_path / "compare"), "--note", "Stopped.", "--out", str(out)])
+    importlib.import_module("agents_so_far").main()
+    found = json.loads(out.read_text())
+    whole, stopped = found["methods"]["finetune"], found["methods"]["agscl"]
+    assert (whole["tasks_learned"], stopped["tasks_learned"]) == (2, 1)
+    assert [len(one["scores"]) for one in whole["evaluations"]] == [1, 1, 2, 2]
+    assert [len(one["scores"]) for one in stopped["evaluations"]][:2] == [1, 1]
+    best = max(one["scores"][0] for one in whole["evaluations"])
+    assert stopped["evaluations"][1]["accumulated_reward"] == pytest.approx(
+        stopped["evaluations"][1]["scores"][0] / best
+    )
+    assert [layers[0]["taken_by_last"] for layers in stopped["capacity"]] == [stopped["capacity"][0][0]["taken"]]
+    assert whole["training"][1]["curve"][-1][0] == 256
+    assert found["command"].startswith("agscl compare control")
+    assert found["note"] == "Stopped."

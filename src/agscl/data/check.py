@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from agscl.data.catalogue import DATASETS
-from agscl.data.datasets import find_dataset, open_split, read_labels
+from agscl.data.datasets import find_dataset, open_split
 from agscl.data.decoding import ImageDecoder, find_undecodable
+from agscl.data.encoded_images import read_labels
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
 from agscl.data.manifest import read_manifest

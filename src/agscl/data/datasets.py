@@ -7,15 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from agscl.data.cache import cached_array
 from agscl.data.catalogue import DATASETS
 from agscl.data.decoding import ImageDecoder, decode_images
-from agscl.data.encoded_images import LABEL_COLUMNS, EncodedImages, ParquetImages, find_split
+from agscl.data.encoded_images import EncodedImages, find_split, read_labels
 from agscl.data.errors import DataError
-from agscl.data.examples import Array, Examples
-from agscl.data.natural_order import sort_unique
+from agscl.data.examples import Examples
 
 
 def data_folders() -> list[Path]:
@@ -77,26 +74,6 @@ def _raise_if_incomplete(name: str) -> None:
 
 def _hint_if_unset() -> str:
     return "" if os.environ.get("AGSCL_DATA") else " (AGSCL_DATA, a folder for data of your choice, is not set)"
-
-
-def read_labels(images: EncodedImages, classes: int) -> Array:
-    """(images,) integers below `classes`; names of classes are numbered in natural order."""
-    column = "label"
-    if isinstance(images, ParquetImages):
-        column = images.choose_column(None, LABEL_COLUMNS, "labels", "label")
-    values = images.read_column(column)
-    if values.dtype.kind not in "iu":
-        names = sort_unique(values)
-        if len(names) != classes:  # else the numbers could differ from split to split
-            raise DataError(f"{images} has {len(names)} classes, but {images.name} should have {classes}")
-        number = {name: number for number, name in enumerate(names)}
-        values = np.array([number[value] for value in values.tolist()])
-    if len(values) and not 0 <= values.min() <= values.max() < classes:
-        raise DataError(
-            f"{images} has labels from {values.min()} to {values.max()}, but those of {images.name} should be 0 to "
-            f"{classes - 1}"
-        )
-    return values.astype(np.int64)
 
 
 def load_examples(name: str, split: str, decoder: ImageDecoder) -> Examples:

@@ -17,7 +17,7 @@ import numpy as np
 from agscl.data.errors import DataError
 from agscl.data.examples import Array
 from agscl.data.image_libraries import require_image_libraries
-from agscl.data.natural_order import natural_key
+from agscl.data.natural_order import natural_key, sort_unique
 from agscl.system.files import read_limited
 
 BATCH_SIZE = 1024
@@ -384,3 +384,23 @@ def find_split(name: str, folder: Path, split: str, image: str | None = None) ->
             )
         return ParquetImages(name, tuple(shards), image)
     return FolderImages(name, folder / split) if (folder / split).is_dir() else None
+
+
+def read_labels(images: EncodedImages, classes: int) -> Array:
+    """(images,) integers below `classes`; names of classes are numbered in natural order."""
+    column = "label"
+    if isinstance(images, ParquetImages):
+        column = images.choose_column(None, LABEL_COLUMNS, "labels", "label")
+    values = images.read_column(column)
+    if values.dtype.kind not in "iu":
+        names = sort_unique(values)
+        if len(names) != classes:  # else the numbers could differ from split to split
+            raise DataError(f"{images} has {len(names)} classes, but {images.name} should have {classes}")
+        number = {name: number for number, name in enumerate(names)}
+        values = np.array([number[value] for value in values.tolist()])
+    if len(values) and not 0 <= values.min() <= values.max() < classes:
+        raise DataError(
+            f"{images} has labels from {values.min()} to {values.max()}, but those of {images.name} should be 0 to "
+            f"{classes - 1}"
+        )
+    return values.astype(np.int64)

@@ -61,7 +61,7 @@ def execute_run(
     should_stop = ranks.agree_to_stop(should_stop)
     ranks.broadcast(config)
     run.store_config(config.as_dict())
-    environment = record_environment(run, threads, ranks.size)
+    environment = record_environment(run, config.device, threads, ranks.size)
     if environment["torch"] != torch.__version__:
         on_message(f"This run was started with torch {environment['torch']} and continues with {torch.__version__}.")
     sequence = load_tasks(config)

@@ -25,7 +25,7 @@ def choose_threads(config: RunConfig) -> int | None:
     return PRESETS[config.preset].threads or (1 if config.device.startswith("cuda") else None)
 
 
-def record_environment(run: Run, threads: int | None, processes: int = 1) -> dict[str, Any]:
+def record_environment(run: Run, device: str, threads: int | None, processes: int = 1) -> dict[str, Any]:
     """Set the number of threads and write environment.json. A resumed run keeps what it was started with."""
     path = run.folder / "environment.json"
     if not (path.exists() and run.is_started):
@@ -39,6 +39,8 @@ def record_environment(run: Run, threads: int | None, processes: int = 1) -> dic
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
         }
+        if device.startswith("cuda") and torch.cuda.is_available():
+            environment["gpu"] = torch.cuda.get_device_name(device)
         if processes > 1:
             environment["processes"] = processes
         run.write_json(path.name, environment)

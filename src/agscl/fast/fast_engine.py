@@ -255,7 +255,7 @@ class GraphEngine(Engine):
         self._clear_moments(condition)
 
     def restart_rate(self) -> None:
-        """Within captured epochs: go back to the rate a task starts with, as what a pruning leaves makes up for what went."""
+        """Within captured epochs: go back to the rate a task starts with, so that what stays makes up for what went."""
         self._rate.fill_(self.trainer.config.get_restart_rate(self.trainer.epoch + 1))  # with the epoch that ends
         self._clear_moments(torch.ones((), dtype=torch.bool, device=self.trainer.device))
 

@@ -101,7 +101,7 @@ class StableBaselinesCallback(BaseCallback):
         self._loaded: dict[str, Any] | None = None  # a saved state, until there is an agent
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `learn` needs to continue within the task: weights, moments, timesteps and the method's state."""
+        """All that Stable-Baselines3's `learn` needs to continue within a task: weights, moments, timesteps, method."""
         if self.method.task != self.task:
             raise RuntimeError(f"Task {self.task!r} is not being learned now: save within `learn`, e.g. by a callback.")
         return {

@@ -128,7 +128,7 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
             }
             if all(len(outcome.scores) > after for outcome in outcomes):
                 score = statistics.mean(outcome.scores[after][task] for outcome in outcomes)
-                row["score"] = row["label"] = format_score(score)
+                row["score"], row["label"] = format_score(score), _shorten_score(score)
             values.append(row)
     names = [name_task(tasks, task) for task in range(count)]
     labels_on = count <= MAX_LABELLED
@@ -155,7 +155,7 @@ def draw_matrix(line: Line, tasks: Sequence[str], *, is_score: bool) -> Spec | N
     if labels_on:
         layers.append(
             {
-                "mark": {"type": "text", "fontSize": 12 if count <= 8 else 10},
+                "mark": {"type": "text", "fontSize": 12 if count <= (6 if is_score else 8) else 10},
                 "encoding": {
                     "text": {"field": "label"},
                     "color": {"condition": {"test": "datum.value > 0.55", "value": "#ffffff"}, "value": "#10202e"},
@@ -789,3 +789,13 @@ def name_task(tasks: Sequence[str], index: int, width: int = 14) -> str:
 
 def format_score(score: float) -> str:
     return f"{score:.0f}" if abs(score) >= 100 or score == int(score) else f"{score:.1f}"
+
+
+def _shorten_score(score: float) -> str:
+    """A score in at most four characters and a sign, for the cells of a heat map: 10.4k as 10k."""
+    size = abs(score)
+    if size >= 999_500:
+        return f"{score / 1e6:.{0 if size >= 9.95e6 else 1}f}M"
+    if size >= 999.5:
+        return f"{score / 1e3:.{0 if size >= 9950 else 1}f}k"
+    return f"{score:.{0 if size >= 9.95 or score == int(score) else 1}f}"

@@ -94,7 +94,7 @@ class Line:
         ]
 
     def summarize(self, metric: str) -> dict[str, float | None]:
-        """Of a line of the report, mean and deviation over seeds of average_accuracy, forgetting, stability or plasticity."""
+        """Of a line of the report, mean and deviation over seeds of a metric such as average_accuracy or forgetting."""
         values = [
             value for outcome in self.complete_outcomes if (value := measure_outcome(outcome, metric)) is not None
         ]

@@ -566,6 +566,7 @@ def _make_provenance_section(report: ReportData) -> Section:
             "torch": "torch",
             "python": "Python",
             "machine": "machine",
+            "gpu": "GPU",
             "threads": "CPU threads",
         }
         rows += [[label, str(environment[key])] for key, label in names.items() if environment.get(key) is not None]

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from agscl.data.catalogue import DATASETS
-from agscl.data.datasets import open_split, read_labels
+from agscl.data.datasets import open_split
 from agscl.data.decoding import ImageDecoder, decode_images, read_image_shapes
-from agscl.data.encoded_images import EncodedImages, ParquetImages
+from agscl.data.encoded_images import EncodedImages, ParquetImages, read_labels
 from agscl.data.examples import Array
 from agscl.tasks.task import Task, TaskSequence
 

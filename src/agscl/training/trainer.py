@@ -146,7 +146,7 @@ class Trainer:
         self.loss_sum.add_(loss.detach(), alpha=len(rows))
 
     def train_step_together(self, rows: Tensor) -> None:
-        """As `train_step`, where several ranks train together: each computes its share of the rows."""
+        """The trainer's `train_step` where several ranks train together: each computes its share of the rows."""
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
         position = (self.seed, self.task_index, self.epoch, self.step)
