@@ -75,6 +75,19 @@ def test_a_method_that_takes_the_model_alone_says_so(kind):
         kind(MultiHead(mlp()), torch.zeros(2, 16))
 
 
+def test_a_subclass_may_take_what_it_likes():
+    class Passed(AGSCL):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+
+    class Weighted(EWC):
+        def __init__(self, model, strength):
+            super().__init__(model, lam=10 * strength)
+
+    assert Passed(MultiHead(mlp()), torch.zeros(2, 16), budget=0.5).config.budget == 0.5
+    assert Weighted(MultiHead(mlp()), 3.0).config.lam == 30
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_check_that_found_a_change_is_false():
     model, method = learn_two(AGSCL)

@@ -86,12 +86,14 @@ class Method:
     """Settings that give the form behind the AGS-CL paper's table: `Kind(model, lam=…, **Kind.paper)`."""
 
     def __new__(cls, *args: Any, **_: Any) -> Self:
-        takes_example = "example_input" in inspect.signature(cls.__init__).parameters
-        if len(args) == 2 and isinstance(args[0], nn.Module) and not (takes_example or isinstance(args[1], Method)):
-            raise TypeError(
-                f"{cls.__name__} takes the model alone, {cls.__name__}(model, …): only AGSCL, PaperAGSCL and HAT need "
-                "an example input."
-            )
+        if len(args) == 2 and isinstance(args[0], nn.Module):
+            try:
+                inspect.signature(cls.__init__).bind_partial(None, *args)
+            except TypeError:
+                raise TypeError(
+                    f"{cls.__name__} takes the model alone, {cls.__name__}(model, …): only AGSCL, PaperAGSCL and HAT "
+                    "need an example input."
+                ) from None
         return super().__new__(cls)
 
     def __init__(self, model: nn.Module, *, heads: HeadPlace | None = None, **settings: Any) -> None:
