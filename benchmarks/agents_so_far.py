@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from agscl.analysis.metrics import accumulated_rewards
 from agscl.experiments.command_lines import make_compare_command
 from agscl.experiments.method_entries import REFERENCE
 from agscl.runs.events import read_events
@@ -34,28 +37,31 @@ def read_run(folder: Path) -> dict[str, Any]:
         training.append({"task": task, "steps": own[-1]["steps"], "score": own[-1]["score"], "curve": points})
     ended = [event["statistics"] for event in events if event["event"] == "task ended"]
     capacity = [statistics["capacity"]["layers"] for statistics in ended if "capacity" in statistics]
-    keys = ("task", "name", "steps", "scores", "layers")
+    keys = ("task", "name", "steps", "scores", "relative", "layers")
     return {
         "seed": read_checked_json(folder / "config.json")["seed"],
         "tasks_learned": len(ended),
-        "seconds": events[-1]["time"] - events[0]["time"],
+        "seconds": sum(_list_seconds(events)),
+        "evaluation_seconds": sum(_list_seconds(events, "evaluation")),
         "evaluations": [{key: event[key] for key in keys} for event in evaluations],
         "training": training,
         **({"capacity": capacity} if capacity else {}),
     }
 
 
-def accumulate_rewards(runs: dict[str, dict[str, Any]]) -> None:
-    """Add to each run, for each of its evaluations, the sum over the tasks so far of scores relative to fine-tuning's
-    best; a task that fine-tuning has not been evaluated on, or never above 0, adds nothing."""
-    best: dict[int, float] = {}
-    for one in runs[REFERENCE]["evaluations"]:
-        for task, score in enumerate(one["scores"]):
-            best[task] = max(best.get(task, 0.0), score)
+def _list_seconds(events: list[dict[str, Any]], kind: str | None = None) -> Iterator[float]:
+    """How long after the one before it each event came, of this kind; pauses between two processes are left out."""
+    for before, event in pairwise(events):
+        if event["event"] != "environments restarted" and kind in (None, event["event"]):
+            yield event["time"] - before["time"]
+
+
+def add_rewards(runs: dict[str, dict[str, Any]]) -> None:
+    """Add to each evaluation the paper's accumulated reward, relative to what fine-tuning has reached so far."""
+    reference = runs[REFERENCE]["evaluations"]
     for run in runs.values():
-        for one in run["evaluations"]:
-            scores = enumerate(one["scores"])
-            one["accumulated_reward"] = sum(score / best[task] for task, score in scores if best.get(task, 0.0) > 0)
+        for one, reward in zip(run["evaluations"], accumulated_rewards(run["evaluations"], reference), strict=True):
+            one["accumulated_reward"] = reward
 
 
 def main() -> None:
@@ -71,8 +77,11 @@ def main() -> None:
     if len(runs) < len(folders):
         raise SystemExit("one run of each method, please: give a comparison of one seed")
     if REFERENCE in runs:
-        accumulate_rewards(runs)
-    environment = read_checked_json(folders[0] / "environment.json")
+        add_rewards(runs)
+    environments = [read_checked_json(folder / "environment.json") for folder in folders]
+    if any(one != environments[0] for one in environments):
+        raise SystemExit("the runs were not made by the same code on the same machine: describe them apart")
+    environment = environments[0]
     content = {
         "command": make_compare_command(configs),
         "commit": environment["commit"],

@@ -836,12 +836,22 @@ def atari_figures(result: Result) -> str:
     plasticity = [mine / other for mine, other in zip(*just, strict=True)]
     names = [_last_evaluation(ours, task)["name"] for task in range(learned)]
     shown = ", ".join(f"{name} {value:.2f}" for name, value in zip(names, plasticity, strict=True))
+    best = [max(one["scores"][task] for one in ours["evaluations"] if one["task"] >= task) for task in range(learned)]
+    stability = [score / high for score, high in zip(_last_evaluation(ours, learned - 1)["scores"], best, strict=True)]
+    left = [
+        _last_evaluation(reference, task + 1)["scores"][task] / _last_evaluation(reference, task)["scores"][task]
+        for task in range(learned - 1)
+    ]
+    next_game = ", ".join(f"{name} {100 * share:.0f} %" for name, share in zip(names, left, strict=False))
+    shares = [run["evaluation_seconds"] / run["seconds"] for run in (ours, reference)]
     layers = ours["capacity"][-1]
     taken = ", ".join(f"{layer['taken']} of {layer['nodes']}" for layer in layers)
     return (
         f"Plasticity of AGS-CL, its score on a game just learned over that of fine-tuning: {shown};\non average "
-        f"{statistics.mean(plasticity):.2f}. Its stability is exactly 1 on every game. After {learned} games it has "
-        f"taken, layer by layer, {taken} nodes."
+        f"{statistics.mean(plasticity):.2f}. Its stability, the score at the end over the best, is between "
+        f"{min(stability):.3f} and {max(stability):.3f}. After {learned} games it has\ntaken, layer by layer, {taken} "
+        f"nodes. What fine-tuning keeps of a game's score while the next game is learned: {next_game}.\nEvaluations, two "
+        f"for each game, took {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the time."
     )
 
 

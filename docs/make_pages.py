@@ -35,10 +35,10 @@ def main() -> None:
     parser.add_argument("--atari", type=Path, help="a comparison of atari8-short; the other pages are left as they are")
     PAGES.mkdir(exist_ok=True)
     os.environ["AGSCL_REPORT"] = "0"
-    if (folder := parser.parse_args().atari) is not None:
-        with contextlib.chdir(folder.parent):
-            run_command(["report", folder.name, "--runs", ".", "--out", str(PAGES / "atari8-short.html")])
-        return
+    if (atari := parser.parse_args().atari) is not None:
+        folder = atari.resolve()
+        with contextlib.chdir(folder.parent):  # pages name the folders of their runs
+            sys.exit(run_command(["report", folder.name, "--runs", ".", "--out", str(PAGES / "atari8-short.html")]))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # pages name the folders of their runs
         for kind, (preset, *options) in RUNS.items():
             run_command(["run", preset, *options, "--name", preset])

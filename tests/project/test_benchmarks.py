@@ -91,9 +91,7 @@ def test_each_piece_of_the_fast_path_is_timed_with_and_without(monkeypatch, tmp_
         caches.append(cache)
         if name == "no channels last":
             return {"failed": "out of memory"}
-        figures = fast_pieces.run_once(name, device, epochs, tiny)
-        assert figures.pop("first_epoch_at") > 0
-        return {"process_seconds": 1.0 + len(caches), "start_seconds": 0.5, **figures}
+        return {"process_seconds": 1.0 + len(caches), **fast_pieces.run_once(name, device, epochs, tiny)}
 
     monkeypatch.setattr(fast_pieces, "run_process", run_here)
     out = tmp_path / "pieces.json"
@@ -106,7 +104,6 @@ def test_each_piece_of_the_fast_path_is_timed_with_and_without(monkeypatch, tmp_
     assert len(set(caches)) == 4, "each variant has a cache of its own"
     whole, uncaptured, plain, failed = found["variants"].values()
     assert whole["times_as_long"]["median"] == 1
-    assert plain["start_seconds"]["median"] == 0.5
     assert len(plain["runs"]) == 2
     assert uncaptured["variant"]["pieces"] == {"cuda_graphs": False}
     assert failed["failed"] == ["out of memory"] * 2
@@ -125,7 +122,7 @@ def test_a_piece_is_timed_in_a_process_of_its_own(tmp_path):
 def test_agents_that_are_not_finished_are_described_as_far_as_they_are(monkeypatch, tmp_path):
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     monkeypatch.syspath_prepend(str(HOME / "benchmarks"))
-    tasks = {"environments": ["CartPole-v1", "FrozenLake-v1:is_slippery=false"]}
+    tasks = {"environments": ["Acrobot-v1", "CartPole-v1"]}
     quick = {"steps": 256, "environments": 4, "rollout": 16, "epochs": 1, "minibatches": 2, "evaluation_limit": 20}
     stops = {"finetune": 10**6, "agscl": 9}  # units of work: AGS-CL is stopped within its second task
     for method, last in stops.items():

@@ -43,12 +43,12 @@ def play(
     known = [learned.name for learned in agent.tasks[: len(agent.model.heads)]]
     if task is not None and task not in known:
         raise UsageError(f"{folder} has not learned a task {task!r}. It has: {', '.join(known)}")
-    names = known if task is None else [task]
-    for name in names:
+    max_bytes = MAX_BYTES // len(known) if out is None else MAX_BYTES
+    for name in known if task is None else [task]:
         with value_errors_as_usage_errors():
             recording = agent.record_play(known.index(name), steps)
         path = out or folder / "play" / f"{name}.gif"
-        shown, count = recording.save_gif(path, MAX_BYTES // len(names)), len(recording.pictures)
+        shown, count = recording.save_gif(path, max_bytes), len(recording.pictures)
         played = f"{count} steps{'' if recording.is_complete else ', not to its end'}"
         played += f"; the first {shown} shown" if shown < count else ""
         print_line(f"{name}: score {recording.score:g} in {played}: {path} ({path.stat().st_size / 1000:.0f} kB)")

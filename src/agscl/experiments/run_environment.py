@@ -1,4 +1,4 @@
-"""What decides the last bits of a result besides the configuration: torch's version and the number of CPU threads."""
+"""What decides the last bits of a result besides the configuration: torch's version, CPU threads, the GPU."""
 
 from __future__ import annotations
 

@@ -89,7 +89,10 @@ class Environments(ABC):
 
 
 class SeparateEnvironments(Environments):
-    """Environments of which each is stepped by itself, so that any can be stopped; each of `parts` has one."""
+    """Environments of which each is stepped by itself, so that any can be stopped; each of `parts` has one.
+
+    For evaluations: what was last seen of an episode that was cut off is not passed on.
+    """
 
     def __init__(self, parts: Sequence[Environments]) -> None:
         self.parts, self.count, self.steps_per_second = parts, len(parts), parts[0].steps_per_second
@@ -107,7 +110,7 @@ class SeparateEnvironments(Environments):
         return [index for index in range(self.count) if index not in self.stopped]
 
     def receive(self) -> Transition:
-        observations, final = self._observations.copy(), None
+        observations = self._observations.copy()
         rewards, ended, cut_off = np.zeros(self.count, np.float32), *np.zeros((2, self.count), bool)
         scores: list[tuple[int, float]] = []
         for index in self._playing:
@@ -115,11 +118,8 @@ class SeparateEnvironments(Environments):
             observations[index], rewards[index] = one.observations[0], one.rewards[0]
             ended[index], cut_off[index] = one.ended[0], one.cut_off[0]
             scores += [(index, score) for _, score in one.scores]
-            if one.final_observations is not None:
-                final = np.zeros_like(observations) if final is None else final
-                final[index] = one.final_observations[0]
         self._observations = observations
-        return Transition(observations, rewards, ended, cut_off, final, tuple(scores))
+        return Transition(observations, rewards, ended, cut_off, None, tuple(scores))
 
     def render(self) -> Array:
         return self.parts[0].render()

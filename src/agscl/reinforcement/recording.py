@@ -32,7 +32,7 @@ class Recording:
     """Whether the episode ended."""
 
     def save_gif(self, path: Path, max_bytes: int = MAX_BYTES) -> int:
-        """Write a file of at most `max_bytes`; returns how many steps it shows.
+        """Write a file of at most `max_bytes`, or of one picture; returns how many steps it shows.
 
         Where it would be larger, every second picture is left out, then the later half of the steps, again and again.
         """

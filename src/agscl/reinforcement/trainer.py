@@ -427,7 +427,10 @@ class GreedyGame:
 
     def start_episodes(self) -> None:
         self.observations = self.environments.reset()
-        self.inputs = torch.from_numpy(self.observations).to(self.trainer.device)
+        shown, device = torch.from_numpy(self.observations), self.trainer.device
+        # Only from pinned memory is a copy to the device left pending.
+        self.staged = torch.empty(shown.shape, dtype=shown.dtype, pin_memory=device.type == "cuda")
+        self.inputs = torch.empty_like(shown, device=device)
         self.actions = torch.zeros(self.count, dtype=torch.long, device=self.trainer.device)
 
     @property
@@ -440,9 +443,10 @@ class GreedyGame:
 
     @torch.no_grad()
     def act(self) -> HostCopy:
-        """Launch the choice of the next actions."""
+        """Launch the choice of the next actions; wait for them before the next call."""
         with self.runner.on_stream():
-            self.inputs.copy_(torch.from_numpy(self.observations))
+            self.staged.copy_(torch.from_numpy(self.observations))
+            self.inputs.copy_(self.staged, non_blocking=True)
             self.runner.run(("act", self.task.name), self._choose_actions)
             return HostCopy(self.actions)
 

@@ -25,7 +25,7 @@ from agscl.system.files import write_atomically
 MAX_BYTES = 6_000_000
 """No page is larger."""
 MEDIA_BYTES = 1_000_000
-"""The most bytes of recorded play within a page; what is larger is named only."""
+"""The most bytes of recorded play within a page, as many as `agscl play` writes; what is larger is named only."""
 MAX_DRAWN_NODES = 50_000
 """Of more nodes there is no picture for readers without JavaScript."""
 PAGE = "report.html"

@@ -14,7 +14,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if not tensor.is_cuda:
-            self._copy = tensor.clone()
+            self._copy = tensor.to("cpu", copy=True)
             return
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)
