@@ -850,8 +850,8 @@ def atari_figures(result: Result) -> str:
         f"Plasticity of AGS-CL, its score on a game just learned over that of fine-tuning: {shown};\non average "
         f"{statistics.mean(plasticity):.2f}. Its stability, the score at the end over the best, is between "
         f"{min(stability):.3f} and {max(stability):.3f}. After {learned} games it has\ntaken, layer by layer, {taken} "
-        f"nodes. What fine-tuning keeps of a game's score while the next game is learned: {next_game}.\nEvaluations, two "
-        f"for each game, took {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the time."
+        f"nodes. What fine-tuning keeps of a game's score while the next game is learned: {next_game}.\nEvaluations, "
+        f"two for each game, took {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the time."
     )
 
 
