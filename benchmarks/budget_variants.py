@@ -36,7 +36,7 @@ from agscl.experiments.run_config import configure
 from agscl.experiments.search import SEED
 from agscl.graph.nodes import NodeGraph
 from agscl.methods import agscl
-from agscl.methods._agscl import node_pruner
+from agscl.methods._agscl import node_pruner, pruning_schedule
 from agscl.runs import Run
 
 Change = Callable[[], None]
@@ -57,7 +57,7 @@ def scale_with(steps_left: float) -> None:
 
 
 def prune_between(first: float, last: float) -> None:
-    node_pruner.PRUNING_SPAN = (first, last)
+    pruning_schedule.PRUNING_SPAN = (first, last)
 
 
 def score_by_size() -> None:

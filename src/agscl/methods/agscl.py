@@ -28,10 +28,11 @@ from agscl.methods._agscl.group_digests import DIGEST_BYTES, GroupDigests, find_
 from agscl.methods._agscl.layer_scaling import ByLayer, scale_penalties
 from agscl.methods._agscl.learning_rates import LayerRates, select_rates
 from agscl.methods._agscl.node_certificate import certify_nodes
-from agscl.methods._agscl.node_pruner import MIN_EPOCHS, NodePruner
+from agscl.methods._agscl.node_pruner import NodePruner
 from agscl.methods._agscl.node_views import NodeViewMethod
 from agscl.methods._agscl.proximal import norm_gradients, pull, shrink
 from agscl.methods._agscl.proximal_schedule import Every, ProximalSchedule
+from agscl.methods._agscl.pruning_schedule import MIN_EPOCHS
 from agscl.methods._agscl.reinit import choose_groups, reinitialise_
 from agscl.methods._agscl.zero_init import ZeroMasks, ZeroRule, zero_outgoing_
 from agscl.methods._parts.batches import make_repeatable

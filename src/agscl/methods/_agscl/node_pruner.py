@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from agscl.graph.nodes import NodeGraph
 from agscl.graph.rows import Rows
 from agscl.methods._agscl.budget import Budget, count_kept
+from agscl.methods._agscl.pruning_schedule import Due, PruningSchedule
 from agscl.system.bitwise import as_bits, mask_bits_, uses_bits
 from agscl.system.sums import sum_dtype
 
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NodePruner", "measure_sizes"]
 
-PRUNINGS = 4
-"""How often a task is pruned."""
-PRUNING_SPAN = (0.3, 0.7)
-"""The shares of a task at which it is first and last pruned."""
-MIN_EPOCHS = 10
-"""Tasks of fewer epochs are pruned between steps too, but where steps are captured; others at the ends of epochs."""
 KEPT_AT_END = 0.75
 """When a task ends before all its prunings, a layer keeps at least this share of the nodes it then has: nothing can
 make up for those that go."""
@@ -42,8 +37,6 @@ REVIVED_SHARE = 0.1
 RECOVERY_STEPS = 500
 """With so many steps left in a task, the nodes that stay make up for the others by themselves, and end better if they
 are not scaled."""
-FIRST_PRUNING_STEP = 64
-"""Where a task's length is not known: the step at which it is first pruned; then at twice as many, and so on."""
 
 
 class NodePruner:
@@ -56,7 +49,9 @@ class NodePruner:
 
     def __init__(self, plan: AGSCLPlan, budget: Budget | None) -> None:
         self.plan = plan
-        free, learned = plan.method.knowledge.free, len(plan.method.tasks) - 1
+        knowledge, learned = plan.method.knowledge, len(plan.method.tasks) - 1
+        free = knowledge.free
+        self.schedule = PruningSchedule(plan.epochs, knowledge.last_task_share, knowledge.last_task_steps)
         self.quotas: list[tuple[Tensor, int]] = []  # per layer, its free groups, and how many of them the task may keep
         if budget is not None:
             for in_layer in plan.graph.groups_by_layer():
@@ -66,9 +61,7 @@ class NodePruner:
         self.saliency = torch.zeros_like(free, dtype=torch.float32)  # (groups,) since the last pruning
         self.epoch = 0
         self.pruned_share = 0.0  # of what must go, how much is gone
-        self.pruned_at_end = self.above_budget = (
-            0  # groups pruned when the task ended, and groups left above the budget
-        )
+        self.pruned_at_end = self.above_budget = 0  # groups pruned when the task ended, and left above the budget
         self.revived = 0  # pruned groups that had weights again when the task ended
         self._is_held: list[list[bool]] = []  # per optimizer, whether it holds each parameter of the free rows
         self._kept_bits: list[Tensor] = []  # on a GPU, for each such parameter: 0 where a weight is held at 0, else 1
@@ -122,30 +115,22 @@ class NodePruner:
         self.saliency.index_add_(0, rows.groups, changes.abs().nan_to_num(0.0, 0.0, 0.0))
 
     def prune_after_step(self) -> None:
-        """Prune after a step, if it is time: in a task of few epochs, or of a number that was not told."""
-        plan, steps = self.plan, self.plan.steps
-        if not self.quotas or plan.schedule.captured or (plan.epochs or 0) >= MIN_EPOCHS:
-            return
-        if plan.epochs and plan.schedule.steps_per_epoch:
-            length = plan.epochs * plan.schedule.steps_per_epoch * plan.method.knowledge.last_task_share
-        elif plan.epochs is None or plan.epochs == 1:
-            length = plan.method.knowledge.last_task_steps
-        else:  # how many steps an epoch has is still being counted
-            return
-        if length:
-            self.prune_(pruned_share_at(steps / length, *PRUNING_SPAN), length - steps)
-        elif steps >= FIRST_PRUNING_STEP and steps & (steps - 1) == 0:  # each time the task has become twice as long
-            self.prune_(1 - FIRST_PRUNING_STEP / (2 * steps))
+        """Prune after a step, if it is time. What a captured step runs cannot differ from step to step."""
+        schedule = self.plan.schedule
+        if self.quotas and not schedule.captured:
+            self._prune_if_due(self.schedule.find_due_after_step(self.plan.steps, schedule.steps_per_epoch))
 
     def prune_after_epoch(self) -> None:
         """Prune after an epoch, if it is time."""
         self.epoch += 1
-        if self.plan.epochs:
-            length = self.plan.epochs * self.plan.method.knowledge.last_task_share
-            if self.plan.schedule.captured and self.epoch >= length:  # no step is left: `prune_rest` does it gently
-                return
-            steps_per_epoch = self.plan.schedule.steps_per_epoch or 0
-            self.prune_(pruned_share_at(self.epoch / length, *PRUNING_SPAN), (length - self.epoch) * steps_per_epoch)
+        schedule = self.plan.schedule
+        self._prune_if_due(
+            self.schedule.find_due_after_epoch(self.epoch, schedule.steps_per_epoch, captured=schedule.captured)
+        )
+
+    def _prune_if_due(self, due: Due | None) -> None:
+        if due is not None:
+            self.prune_(due.share, due.steps_left)
 
     def prune_rest(self) -> None:
         """Prune what is left to prune, as far as may be. The loop may have gone back to weights before a pruning."""
@@ -252,13 +237,3 @@ def measure_sizes(graph: NodeGraph, head: nn.Module) -> Tensor:
 
 def _square(weight: Tensor) -> Tensor:
     return weight.detach().to(sum_dtype(weight.device)).square()
-
-
-def pruned_share_at(progress: float, first: float, last: float) -> float:
-    """Of the nodes that must go, the share that is gone at this point of the task: a cubic curve, in steps.
-
-    `progress`, and the shares of the task at which it is `first` and `last` pruned, run from 0 to 1.
-    """
-    spacing = (last - first) / (PRUNINGS - 1)
-    done = min(PRUNINGS, max(0, math.floor((progress - first) / spacing + 1e-9) + 1))
-    return 1 - (1 - done / PRUNINGS) ** 3
